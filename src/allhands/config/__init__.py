@@ -1,3 +1,3 @@
-"""The options of a training: one schema, where its values come from, and the names that other tools
-give them.
+"""The options of a training: one schema, the sources of its values, and other tools' names for
+options.
 """

@@ -31,7 +31,7 @@ OUTDATED, ELSEWHERE, OF_MLX_LM, COMMANDS = (
 )
 OF_VERBS = {verb: _each_name(table) for verb, table in _TABLES["verbs"].items()}
 _MARK = re.compile(r"\[\[(\w+)(?:: (.*?))?\]\]")
-ALIKE = 0.75  # of names; below it "merge" is "serve"
+ALIKE = 0.75  # least similarity of names; with less, "merge" would match "serve"
 
 
 def for_key(text: str) -> str:
@@ -52,7 +52,9 @@ def for_flag(text: str) -> str:
 
 
 def instead_of_flag(flag: str, verb: str, options: Iterable[str]) -> str | None:
-    """Advise on a flag that ``verb`` does not have, given its ``options``; ``None`` without advice."""
+    """Return advice on a flag that ``verb``, with its ``options``, does not have; ``None`` if there
+    is none.
+    """
     key = flag.lstrip("-").replace("-", "_")
     text = {**OF_MLX_LM, **ELSEWHERE, **OF_VERBS.get(verb, {})}.get(key)
     if text is None:
@@ -64,7 +66,7 @@ def instead_of_flag(flag: str, verb: str, options: Iterable[str]) -> str | None:
 def instead_of_command(
     words: str, siblings: Iterable[str], commands: Callable[[], Iterable[str]]
 ) -> str:
-    """Advise on ``words``: an unknown command, perhaps after the name of a group.
+    """Return advice on ``words``: an unknown command, perhaps after the name of a group.
 
     Args:
         siblings: commands that could replace the last word.
@@ -85,8 +87,8 @@ def instead_of_command(
 
 
 def take_outdated(content: dict[str, Any]) -> list[str]:
-    """Remove keys that a later mlx_lm ignores from a file's ``content``; a note for each that is
-    set.
+    """Remove from a file's ``content`` keys that later versions of mlx_lm ignore; return a note for
+    each key that has a value.
     """
     found = {raw: str(raw).replace("-", "_") for raw in content}
     gone = {
@@ -103,6 +105,9 @@ def take_outdated(content: dict[str, Any]) -> list[str]:
 
 
 def canonical_flag(name: str) -> str:
-    """Return the flag, without dashes, that ``name`` means: an alias, or a name with underscores."""
+    """Return the flag that ``name`` means, without dashes before it.
+
+    ``name``: an alias, or a name with underscores.
+    """
     key = name.replace("-", "_")
     return (ALIASES.get(key, key) if len(key) > 1 else key).replace("_", "-")

@@ -1,4 +1,4 @@
-"""Keyword arguments in place of flags in the messages of errors, for calls from Python."""
+"""Error messages for calls from Python: keyword arguments take the place of flags."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _COMMAND = re.compile(r"`[^`]*`|\b(?:allhands|pip|python|mlx_lm\.\w+) [a-z-][^,;
 _JSON = r"\[[^\]]*\]|\{(?:[^{}]|\{[^}]*\})*\}"
 _VALUE = rf"'[^']*'|{_JSON}|\d+(?:,\d+)+|[^\s,;:()']+"
 _FLAG = re.compile(rf"(?<![\w-])--(no-)?([a-z][a-z0-9-]*)(?:(?:=| )({_VALUE}))?")
-# Words that options take besides those of their types.
+# Options, and words that they take although their types do not list them.
 _NAMED = {
     *((name, "auto") for name in ("resume", "pp_split")),
     *(("lr_schedule", word) for word in ("constant", "linear", "cosine")),
     ("report_to", "wandb"),
 }
-# As a YAML file spells it.
+# An option as a YAML file spells it.
 _KEY = re.compile(rf"(?<![\w.\"'-])([a-z][a-z_]*): ({_JSON}|[\w.-]+)")
 _NUMBER = re.compile(r"-?\d[\d_]*(?:\.\d+)?(?:e[-+]?\d+)?")
 
@@ -59,7 +59,7 @@ def as_call(text: str, schema: type[BaseModel]) -> str:
 
 
 def _place(where: str, schema: type[BaseModel]) -> str:
-    """A flag alone, also an unknown one, as ``name=``; everything else as :func:`as_call` has it."""
+    """Spell a flag alone, known or not, as ``name=``; everything else as :func:`as_call` does."""
     alone = re.fullmatch(r"--([a-z0-9-]+)", where)
     return f"{alone[1].replace('-', '_')}=" if alone else as_call(where, schema)
 
@@ -97,7 +97,9 @@ def _spelled(text: str, schema: type[BaseModel]) -> str:
 
 
 def _value(name: str, field: FieldInfo, word: str) -> tuple[str | None, str]:
-    """The word after a flag as Python writes it, if it is a value of the option, and what follows."""
+    """Return ``word`` as Python writes it, and the dots after it; ``None`` if it is no value of the
+    option.
+    """
     bare = word.rstrip(".")
     left = word[len(bare) :]
     inner = bare.strip("'")
@@ -110,7 +112,7 @@ def _value(name: str, field: FieldInfo, word: str) -> tuple[str | None, str]:
 
 
 def _words(annotation: Any) -> set[str]:
-    """All words that a type lists."""
+    """Return all words that a type lists."""
     arguments = get_args(annotation)
     if get_origin(annotation) is Literal:
         return {str(one) for one in arguments}

@@ -12,10 +12,11 @@ def refuse_combinations(config: Any) -> None:
     """Check that options do not contradict each other, and that each of them has an effect.
 
     Args:
-        config: of :class:`allhands.config.schema.TrainConfig`, which calls this.
+        config: a :class:`allhands.config.schema.TrainConfig`, whose validation calls this function.
 
     Raises:
-        ValueError: options contradict each other, or one has no effect.
+        ValueError: options contradict each other, or one has no effect; a :class:`RefusedOption` if
+            the error has a code of its own.
     """
     c = config
     refuse_where(
@@ -134,7 +135,11 @@ def _refuse_stages(config: Any) -> None:
 
 
 def refuse_where(*cases: tuple[Any, str], code: str = "options-conflict") -> None:
-    """Refuse the first case that is true."""
+    """Refuse the first case whose condition is true.
+
+    Raises:
+        RefusedOption: a condition is true; with its message.
+    """
     for wrong, message in cases:
         if wrong:
             raise RefusedOption(message, code=code)
@@ -264,8 +269,8 @@ def ranks_of_stage(config: Any) -> int:
 
 
 def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:
-    """Return the error if so many ranks do not make whole pipelines; ``None`` if they do, or if no
-    pipeline is requested.
+    """Return the error if ``num_ranks`` ranks do not make whole pipelines, or if ``--pp-split``
+    does not fit them; ``None`` otherwise, or if no pipeline is requested.
     """
     if config.strategy != "pipeline":
         return None

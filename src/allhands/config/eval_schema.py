@@ -1,4 +1,4 @@
-"""The options of ``allhands eval`` that reach every rank: the options of a test, for any split."""
+"""The options of ``allhands eval`` for each rank: those of a test, on any part of the data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from allhands.config.values import LocalPath
 
 
 class EvalConfig(TrainConfig):
-    """Options that the loss on a split depends on."""
+    """Options on which the loss of a split depends."""
 
     VERB: ClassVar[str] = "eval"
 
@@ -37,5 +37,7 @@ class EvalConfig(TrainConfig):
 
 
 def evaluated_split(config: TrainConfig) -> str:
-    """Return the split that ``test`` is about."""
+    """Return the part of the data that a test is run on: the test set, except in
+    ``allhands eval --split``.
+    """
     return config.split if isinstance(config, EvalConfig) else "test"

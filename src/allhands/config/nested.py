@@ -59,7 +59,7 @@ class LoraParameters(Strict):
             raise ValueError("alpha is not used here: give scale = alpha / rank")
         return {
             key: inner for key, inner in value.items() if key != "alpha"
-        }  # as mlx_lm does; build_config tells it
+        }  # alpha is ignored, as in mlx_lm; build_config notes this
 
 
 class LrSchedule(Strict):
@@ -112,7 +112,7 @@ class HfDataset(Strict):
     @model_validator(mode="before")
     @classmethod
     def _earlier_name(cls, value: Any) -> Any:
-        # In mlx_lm's files before 0.20 the dataset's name.
+        # Files for mlx_lm before 0.20 have the dataset's name under this key.
         if isinstance(value, Mapping) and "name" in value and "path" not in value:
             return {("path" if key == "name" else key): inner for key, inner in value.items()}
         return value

@@ -14,7 +14,7 @@ _Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 _Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _From0 = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Number = Annotated[float, Field(allow_inf_nan=False)]
-# By their names in mlx.optimizers; the optimizer itself checks all other arguments.
+# Types of arguments by their names in mlx.optimizers; the optimizer checks all others itself.
 _KINDS: dict[str, Any] = {
     "betas": Annotated[list[_Share], Field(min_length=2, max_length=2)],
     "eps": _Above0,
@@ -35,7 +35,7 @@ _ADAFACTOR_EPS = Annotated[list[_Above0], Field(min_length=2, max_length=2)]
 
 
 def checked_arguments(optimizer: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``arguments`` of ``optimizer`` as numbers, lists and booleans.
+    """Return the ``arguments`` of ``optimizer``, converted to numbers, lists and booleans.
 
     Raises:
         ValueError: an argument cannot have its value; the message names it.

@@ -32,8 +32,8 @@ class PretrainConfig(TrainConfig):
     """Everything a pre-training run depends on."""
 
     VERB: ClassVar[str] = "pretrain"
-    # Options that come first in the help, and options that are not in it, since a new model has no
-    # use for it.
+    # Options that come first in the help, and options that are not in it, because a new model has
+    # no use for them.
     FIRST: ClassVar[tuple[str, ...]] = (
         "data",
         "tokenizer",
@@ -149,7 +149,7 @@ class PretrainConfig(TrainConfig):
             and values.get("max_seq_length") is None
             and (block := values.get("block_size"))
         ):
-            # A block that is refused is refused by its own name.
+            # A block size of 1 is refused by the name of its own option.
             return values if block in (1, "1") else {**values, "max_seq_length": block}
         return values
 
@@ -200,5 +200,5 @@ class PretrainConfig(TrainConfig):
 
 
 def pretraining(config: TrainConfig) -> PretrainConfig | None:
-    """``config`` if it describes pre-training; else ``None``."""
+    """Return ``config`` if it describes pre-training; else ``None``."""
     return config if isinstance(config, PretrainConfig) else None

@@ -38,7 +38,10 @@ def canonical_key(raw: Any) -> str:
 
 
 def place_in_yaml(path: str | Path, key: str) -> str:
-    """``file:line: key`` of a key, by its name or an alias, as the file spells it."""
+    """Return ``file:line: key`` for an option, with its name or alias as the file spells it.
+
+    Without a line if the file does not have the key at its top level.
+    """
     from allhands.config.yaml_files import keys_of
 
     found = next((one for one in keys_of(path) if canonical_key(one[0]) == key), None)
@@ -51,7 +54,7 @@ def meant(description: str | None) -> str:
 
 
 def to_do(message: str, value: Any, description: str | None) -> str:
-    """Return the hint for a wrong value: a similar choice in ``message``, or the option's
+    """Return the hint for a wrong value: a similar choice from ``message``, or the option's
     description.
     """
     choices = [one for one in re.findall(r"'([^']*)'", message) if one != value]
@@ -65,8 +68,14 @@ def explained(
     yaml_file: str | Path | None,
     kind: type[BaseModel],
 ) -> ConfigError:
-    """Return a validator's complaints about options of ``kind`` as one error: the first, then the
-    others.
+    """Return a validator's complaints about options of ``kind`` as one error.
+
+    It has the place, code and hint of the first complaint, in the order of the file; its message
+    lists all complaints.
+
+    Args:
+        flags: the options that were given as flags, by name or alias.
+        yaml_file: the file of all other options, or ``None``.
     """
 
     def place_of(key: str) -> str:
@@ -98,7 +107,10 @@ def explained(
 
 
 def _code_of(problem: ErrorDetails, otherwise: str) -> str:
-    """Return the code for a validator's complaint; ``otherwise`` for a check of ours without one."""
+    """Return the code for a validator's complaint.
+
+    ``otherwise``: the code for one of our own checks that has no code.
+    """
     refusal = problem.get("ctx", {}).get("error")
     if isinstance(refusal, ValueError):
         return getattr(refusal, "code", otherwise)
@@ -112,7 +124,9 @@ def _line_of(place: str) -> int:
 
 
 def _known_instead(kind: type[BaseModel], key: str, inner: Sequence[str], message: str) -> str:
-    """List the known keys of a structured option, after an unknown one."""
+    """Return a list of a structured option's keys, for a complaint about an unknown key; empty for
+    other complaints.
+    """
     annotation = kind.model_fields[key].annotation if key in kind.model_fields else None
     models = [
         one

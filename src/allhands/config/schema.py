@@ -1,4 +1,4 @@
-"""The one source of option names, defaults, bounds and help texts.
+"""The only source of option names, defaults, bounds and help texts.
 
 The command line, the YAML file, the Python call and the documentation are all made from
 :class:`TrainConfig`. Names and meanings are those of ``mlx_lm.lora``; Hugging Face synonyms are
@@ -31,7 +31,7 @@ from allhands.config.values import (
 from allhands.errors import ConfigError
 from allhands.io.paths import local_path
 
-# What --report-to knows, and the package that each needs.
+# The values of --report-to, and the package that each needs.
 TRACKERS = {"tensorboard": "tensorboardX"} | {
     name: name for name in ("wandb", "mlflow", "trackio", "swanlab")
 }
@@ -49,7 +49,7 @@ class TrainConfig(Strict):
     VERB: ClassVar[str] = "train"
     FIRST: ClassVar[tuple[str, ...]] = ()
     HIDDEN: ClassVar[frozenset[str]] = frozenset()
-    # Keys that say where and how to run, not what is computed: ranks may differ in them.
+    # Options that say where and how to run, not what is computed: ranks may differ in them.
     LOCAL_KEYS: ClassVar[frozenset[str]] = frozenset(
         {
             "config",
@@ -387,7 +387,7 @@ class TrainConfig(Strict):
     )
     @classmethod
     def _not_empty(cls, value: str | None) -> str | None:
-        # A shell gives an empty text for a variable that is not set: not to be taken for an option
+        # A shell gives an empty text for a variable that is not set. It must not count as an option
         # that was not given.
         if value is not None and not value.strip():
             raise ValueError("must not be empty")
@@ -434,7 +434,7 @@ class TrainConfig(Strict):
     ) -> dict[str, dict[str, Any]]:
         from allhands.config.optimizer_arguments import (
             checked_arguments,
-        )  # the help has no use for it
+        )  # imported here, because the help does not need it
 
         return {name: checked_arguments(name, arguments) for name, arguments in value.items()}
 
@@ -453,7 +453,7 @@ class TrainConfig(Strict):
 
     @property
     def given_weights(self) -> list[float] | None:
-        """The ranks' speeds, if they were given as numbers."""
+        """The ranks' speeds, if they were given as numbers; else ``None``."""
         return self.rank_weights if isinstance(self.rank_weights, list) else None
 
     @property
@@ -462,13 +462,17 @@ class TrainConfig(Strict):
         return self._notes
 
     def batches(self, per_epoch: int) -> int:
-        """Return the batches of the whole training, with ``per_epoch`` batches an epoch."""
+        """Return the number of batches of the whole training, with ``per_epoch`` batches an epoch.
+
+        Raises:
+            ConfigError: ``--epochs`` makes too many batches.
+        """
         if self.iters is None and self.epochs:
             return batches_of(self.epochs, per_epoch)
         return self.iters or 1000
 
     def noted(self, notes: tuple[str, ...]) -> Self:
-        """Return the same with these notes."""
+        """Return a copy of these options with other :attr:`notes`."""
         found = self.model_copy()
         found._notes = notes
         return found
@@ -478,7 +482,7 @@ class TrainConfig(Strict):
         return {k: v for k, v in self.model_dump(mode="json").items() if k not in self.LOCAL_KEYS}
 
     def fingerprint(self) -> str:
-        """sha256 over :meth:`shared_values`."""
+        """Return the SHA-256 of :meth:`shared_values`, in hexadecimal digits."""
         return hashlib.sha256(json.dumps(self.shared_values(), sort_keys=True).encode()).hexdigest()
 
 
@@ -492,10 +496,11 @@ def build_config(
     Args:
         flags: given options by field name or alias; ``None`` means not given.
         yaml_file: a file with the same keys, or ``None``.
-        kind: whose options they are.
+        kind: the class of the options.
 
     Raises:
-        ConfigError: unreadable YAML, an unknown key (with a suggestion), a value out of bounds.
+        ConfigError: unreadable YAML, an unknown key (with a suggestion), a key given twice, a wrong
+            value, or options that contradict each other.
     """
     from allhands.config.yaml_files import read_yaml
 
@@ -525,10 +530,17 @@ def _unused_alpha(value: Any, config: TrainConfig) -> list[str]:
 def _canonical(
     values: Mapping[str, Any], source: str | None, kind: type[TrainConfig]
 ) -> dict[str, Any]:
-    """Rename aliases and refuse unknown keys with a suggestion."""
+    """Return the options that have a value, by their names instead of aliases.
+
+    Args:
+        source: the YAML file, for messages; ``None`` for flags.
+
+    Raises:
+        ConfigError: a key is unknown, or an option is given twice.
+    """
     result: dict[str, Any] = {}
     spelled: dict[str, Any] = {}
-    unknown: list[tuple[str, str, str]] = []  # where it is, which option, and what to do
+    unknown: list[tuple[str, str, str]] = []  # place, problem and hint
     for raw, value in values.items():
         key = canonical_key(raw)
         where = place_in_yaml(source, key) if source else f"--{key.replace('_', '-')}"
@@ -558,7 +570,7 @@ def _canonical(
                 hint="keep one of them",
             )
         spelled[key] = raw
-        # mlx_lm's file writes "null" for "not set"; our defaults say the same.
+        # ``null`` means "not set", as in mlx_lm's files: the default remains.
         if value is not None:
             result[key] = value
     if unknown:

@@ -1,4 +1,4 @@
-"""Kinds of values that options have: paths of this computer, JSON, sizes, weights of ranks."""
+"""Types and parsers of option values: paths on this computer, JSON, sizes, weights of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from allhands.errors import ConfigError
 from allhands.io.paths import HomePath, expanded, written
 from allhands.io.strict_json import without_repeats
 
-_MOST_BATCHES = 10**9  # as of --iters
+_MOST_BATCHES = 10**9  # the limit of --iters
 
 
 class RefusedOption(ValueError):
@@ -31,8 +31,8 @@ def _local_path(value: Any, handler: Any) -> Any:
     return expanded(handler(os.fspath(value) if isinstance(value, os.PathLike) else value))
 
 
-# A path, or a name that may be a path, such as that of a model or a data set. Computers compare the
-# JSON, which has it as written.
+# A path, or a name that may be a path, such as a model or a data set. In JSON, which the computers
+# of a run compare, it is as the person wrote it.
 LocalPath = Annotated[
     str, WrapValidator(_local_path), PlainSerializer(written, return_type=str, when_used="json")
 ]
@@ -48,10 +48,10 @@ Split = Annotated[str, AfterValidator(_split)]
 
 
 def batches_of(epochs: float, per_epoch: int) -> int:
-    """Return the batches of so many epochs.
+    """Return the number of batches of ``epochs`` epochs.
 
     Raises:
-        ConfigError: there are more than --iters takes.
+        ConfigError: there are more batches than ``--iters`` allows.
     """
     # A part of a batch counts as a whole one, but a rounding error of the product does not.
     batches = math.ceil(round(epochs * per_epoch, 6))
@@ -66,7 +66,11 @@ def batches_of(epochs: float, per_epoch: int) -> int:
 
 
 def parse_json(value: Any) -> Any:
-    """Parse the JSON of a structured flag; a plain word stays a word."""
+    """Parse the JSON of a structured flag; a plain word stays a word.
+
+    Raises:
+        ValueError: it is not valid JSON, or an object has a key twice.
+    """
     if isinstance(value, str) and value.strip()[:1] in ("{", "["):
         try:
             return json.loads(value, object_pairs_hook=without_repeats)
@@ -78,7 +82,11 @@ def parse_json(value: Any) -> Any:
 
 
 def parse_size(value: Any) -> Any:
-    """``"2GB"`` or ``"2GiB"`` in bytes; numbers pass."""
+    """Return a size such as ``"2GB"`` or ``"2GiB"`` in bytes; other types than texts pass.
+
+    Raises:
+        ValueError: the text is no size.
+    """
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", value.lower())
@@ -88,7 +96,11 @@ def parse_size(value: Any) -> Any:
 
 
 def parse_weights(value: Any) -> Any:
-    """``auto``, ``equal``, or a list of numbers above 0, one a rank."""
+    """Return ``auto``, ``equal``, ``None``, or a list with a number above 0 for each rank.
+
+    Raises:
+        ValueError: ``value`` is something else.
+    """
     value = parse_json(value)
     if isinstance(value, list | tuple):
         weights = cast("list[Any]", value)
@@ -105,7 +117,11 @@ def parse_weights(value: Any) -> Any:
 
 
 def expanded_in(value: Any) -> Any:
-    """``value`` with every path in it as :func:`expanded` has it."""
+    """Return ``value`` with :func:`expanded` applied to each text in it.
+
+    Raises:
+        ValueError: a text cannot be a path.
+    """
     if isinstance(value, str):
         return str(expanded(value))
     if isinstance(value, list):

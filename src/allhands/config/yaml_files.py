@@ -17,7 +17,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """Return the mapping in a YAML file; ``1e-5`` is read as a number.
 
     Raises:
-        ConfigError: missing or unreadable file, bad YAML (with line), not a mapping.
+        ConfigError: missing or unreadable file, bad YAML (with line), not a mapping, or a key given
+            twice.
     """
     import yaml
 
@@ -58,7 +59,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _refuse_twice(node: yaml.Node | None, path: str | Path) -> None:
-    """Refuse a key that is given twice: YAML's own reader silently takes the last one."""
+    """Refuse a key that is given twice; PyYAML silently takes the last value."""
     import yaml
 
     if isinstance(node, yaml.SequenceNode):
@@ -91,8 +92,9 @@ def _yaml_loader() -> type[yaml.SafeLoader]:
 
 
 def keys_of(path: str | Path) -> list[tuple[str, int]]:
-    """Return the keys of a mapping in a file that :func:`read_yaml` can read, as they are spelled,
-    with their lines.
+    """Return the top-level keys of a YAML file, as they are spelled, with their line numbers.
+
+    ``path``: a file that :func:`read_yaml` can read.
     """
     import yaml
 

@@ -1,8 +1,8 @@
-"""Files that are whole or absent: written beside, synced, renamed.
+"""Files that are whole or absent: written under another name, synced, renamed.
 
-What is ``private`` is for its owner alone whatever the umask says: directories 0700, files 0600.
-What is not has the modes that the umask gives. The modes of directories that exist are never
-changed.
+``private`` files have mode 0600 and ``private`` directories 0700, whatever the umask says. Others
+have the modes that the umask gives. Modes of existing directories are changed by
+:func:`make_private` alone.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from allhands.errors import ConfigError, StorageError, TakenError
 
 _DRAFT = ".draft-"
 _LOOK_BYTES = 8192
-# Directories that a supervisor keeps for its ranks: marks of claim_mark, separated by spaces.
+# Environment variable: directories that a supervisor has claimed for its ranks, as results of
+# claim_mark, separated by spaces.
 CLAIMED = "ALLHANDS_CLAIMED"
 _PRIVATE_FILE, _PRIVATE_DIRECTORY = 0o600, 0o700
-# Something else stands where it should be written.
+# Another file or directory has the place of the output.
 _TAKEN = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
 _ERROR_CODES = {
     errno.ENOSPC: "disk-full",
@@ -69,18 +70,18 @@ def storage_error(path: Path, error: OSError | RuntimeError) -> StorageError:
 
 
 def storage_error_of(error: OSError, otherwise: Path | str) -> StorageError:
-    """:func:`storage_error` of the path that ``error`` names; ``otherwise`` if it names none.
+    """Return :func:`storage_error` of the path that ``error`` names, or of ``otherwise``.
 
-    Of a copy or a renaming that is the new path, not the one that is only read.
+    If a copy or a renaming fails, this is the new path.
     """
     return storage_error(Path(error.filename2 or error.filename or otherwise), error)
 
 
 def make_directory(path: Path, *, private: bool = False) -> Path:
-    """Create ``path`` with its parents; those that are missing are private, too, if it is.
+    """Create ``path`` and its missing parents; all of them are private if ``private`` is true.
 
     Raises:
-        StorageError: it cannot be made.
+        StorageError: a directory cannot be made.
     """
     try:
         if private:
@@ -105,9 +106,9 @@ def _make_private(path: Path) -> None:
 
 
 def private_opener(path: str, flags: int) -> int:
-    """For ``open(path, mode, opener=private_opener)``: a file that it creates has mode 0600.
+    """Open a file; a new file has mode 0600, and an existing file keeps its mode.
 
-    The mode of a file that exists stays as it is.
+    For ``open(path, mode, opener=private_opener)``.
     """
     try:
         return _create(path, flags, private=True) if flags & os.O_CREAT else os.open(path, flags)
@@ -116,11 +117,11 @@ def private_opener(path: str, flags: int) -> int:
 
 
 def make_private(directory: Path) -> None:
-    """Set the modes of a directory of one's own, and of all in it, to 0700 and 0600; links are left
-    alone.
+    """Set the mode of a directory, and of all directories in it, to 0700, and of all files in it to
+    0600; links are left alone.
 
     Raises:
-        OSError: it cannot be done.
+        OSError: a mode cannot be set.
     """
     for path in (*directory.rglob("*"), directory):
         if not path.is_symlink():
@@ -131,7 +132,7 @@ def make_unused(parent: Path, prefix: str, *, private: bool = False) -> Path:
     """Return a new directory in ``parent`` with a name that nobody can guess.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the directory cannot be made.
     """
     made = parent / f"{prefix}{secrets.token_hex(4)}"
     made.mkdir(_PRIVATE_DIRECTORY if private else 0o777)
@@ -150,15 +151,19 @@ def _create(path: str | Path, flags: int, *, private: bool) -> int:
 
 @cache
 def boot_id() -> str | None:
-    """Return Linux's name for the time since this computer was started, which no other computer
-    has; ``None`` on macOS.
+    """Return Linux's boot id, which differs for each computer and each start of it; ``None`` on
+    macOS.
     """
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if sys.platform == "linux" and path.exists() else None
 
 
 def claim_mark(directory: Path) -> str:
-    """Return a text without spaces that names an existing directory on this computer and no other."""
+    """Return a text without spaces that identifies an existing directory and this computer.
+
+    Raises:
+        OSError: the directory does not exist.
+    """
     computer = boot_id() or socket.gethostname()
     status = directory.stat()
     return f"{computer}:{status.st_dev}:{status.st_ino}"
@@ -166,14 +171,15 @@ def claim_mark(directory: Path) -> str:
 
 @contextmanager
 def claimed(directory: Path, *, private: bool = True) -> Generator[None, None, None]:
-    """Make ``directory`` and keep it to this process until the block is left; drafts of killed
+    """Make ``directory`` and claim it for this process until the block is left; drafts of killed
     writers are removed.
 
-    What this process's supervisor keeps for the whole job (:data:`CLAIMED`) is kept already.
+    A directory that this process's supervisor has claimed for the whole job (:data:`CLAIMED`) is
+    not claimed again.
 
     Raises:
-        ClaimedError: another process has it.
-        StorageError: it cannot be made.
+        ClaimedError: another process has claimed the directory.
+        StorageError: the directory cannot be made.
     """
     missing = [place for place in (directory, *directory.parents) if not place.exists()]
     make_directory(directory, private=private)
@@ -185,8 +191,8 @@ def claimed(directory: Path, *, private: bool = True) -> Generator[None, None, N
     except OSError as error:
         raise storage_error(directory, error) from None
     try:
-        # The system gives it back when the process ends, however it ends. Some network file systems
-        # cannot: go on.
+        # The system releases the lock when the process ends, however it ends. Some network file
+        # systems have no locks: go on without one.
         with suppress(OSError):
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -201,7 +207,7 @@ def claimed(directory: Path, *, private: bool = True) -> Generator[None, None, N
                 draft.unlink(missing_ok=True)
         yield
     except BaseException:
-        # What failed before it wrote anything leaves no empty directory behind.
+        # A run that failed before it wrote anything leaves no empty directory behind.
         with suppress(OSError):
             for made in missing:
                 made.rmdir()
@@ -211,13 +217,13 @@ def claimed(directory: Path, *, private: bool = True) -> Generator[None, None, N
 
 
 def write_whole(path: Path, write: Callable[[Path], Any], *, private: bool = False) -> None:
-    """Let ``write`` fill a temporary file beside ``path``, sync it and rename it into place.
+    """Let ``write`` fill a temporary file beside ``path``, sync it and rename it to ``path``.
 
     The temporary name keeps the suffix, because writers choose the format by it. The mode is that
-    of a new file, whatever that of an older one was.
+    of a new file, even if an older file at ``path`` had another mode.
 
     Raises:
-        StorageError: it could not be written; what stood at ``path`` before is untouched.
+        StorageError: the file could not be written; an older file at ``path`` is unchanged.
     """
     # Not tempfile: its files are always private, and a process cannot ask for its umask without
     # changing it.
@@ -238,18 +244,18 @@ def write_whole(path: Path, write: Callable[[Path], Any], *, private: bool = Fal
 
 
 def of_peft(directory: Path) -> str | None:
-    """Advise on a directory in which PEFT has written an adapter; ``None`` if it has not."""
+    """Return advice on a directory with an adapter of PEFT; ``None`` if there is none."""
     if not (directory / "adapter_model.safetensors").is_file():
         return None
     return f"PEFT has written this: allhands import {directory} --from peft --out DIRECTORY makes an adapter of it"
 
 
 def require_writable(path: Path) -> None:
-    """Find out before long work that a file can be written at ``path``, by making another beside it
-    for a moment.
+    """Check before long work that a file can be written at ``path``: make and remove a file beside
+    it.
 
     Raises:
-        StorageError: it cannot.
+        StorageError: no file can be written there.
     """
     draft = _draft_of(path)
     try:
@@ -262,14 +268,15 @@ def require_writable(path: Path) -> None:
 def require_ours(
     path: Path, marks: Sequence[bytes], kind: str, *, force: bool, option: str = "--out"
 ) -> None:
-    """Refuse to write over a file of somebody else's, unless asked to.
+    """Refuse to replace a file that allhands has not written, unless ``force`` is true.
 
     Args:
-        marks: one of which is in every file of ours, near its beginning or its end.
-        kind: what ours are, in words.
+        marks: byte strings; each file of ours has one of them near its beginning or its end.
+        kind: what our files are, in words.
+        option: the option that names the file, for messages.
 
     Raises:
-        ConfigError: there is a directory, or another file.
+        ConfigError: ``path`` is a directory, or a file without these marks.
     """
     if path.is_dir():
         raise ConfigError(
@@ -302,11 +309,11 @@ def require_ours(
 
 
 def _draft_of(path: Path) -> Path:
-    """Return the path of a draft beside ``path``, which keeps its suffix.
+    """Return the path of a draft beside ``path``, with the same suffix.
 
     Raises:
-        StorageError: no file can have this path: it is that of a directory, or an empty one, which
-            means the present directory.
+        StorageError: no file can have this path: it is a directory, or empty, which means the
+            present directory.
     """
     if not path.name or path.name == ".." or os.path.isdir(path):
         raise storage_error(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
@@ -314,8 +321,10 @@ def _draft_of(path: Path) -> Path:
 
 
 def write_error(path: Path, error: OSError | RuntimeError) -> StorageError:
-    """:func:`storage_error` of a failed write. MLX reports one without its cause: look whether the
-    disk is full.
+    """Return :func:`storage_error` of a failed write.
+
+    MLX reports no cause in its ``RuntimeError``, so the error says that the disk is full if less
+    than a MiB is free.
     """
     if isinstance(error, RuntimeError):
         try:
@@ -341,7 +350,10 @@ def sync(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Make way for a new run's file or directory; where an earlier run's is now, if there was one.
+    """Rename an earlier run's file or directory at ``path``, to make way for a new one.
+
+    Returns:
+        The new path of the earlier one; ``None`` if there was none.
 
     Raises:
         OSError: it cannot be renamed.
@@ -354,7 +366,7 @@ def set_aside(path: Path) -> Path | None:
 
 
 def unused_name(path: Path) -> Path:
-    """``path`` with the first number that nothing has: ``metrics.1.jsonl``."""
+    """Return ``path`` with the first number in its name that is free: ``metrics.1.jsonl``."""
     number = 1
     while (free := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1

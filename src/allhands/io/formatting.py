@@ -33,7 +33,7 @@ def format_bytes(number: float) -> str:
 
 
 def format_mark(number: float) -> str:
-    """A round number of bytes at an axis, with the digits that it has: ``2.5 MB``, ``1.25 GB``."""
+    """A round number of bytes at an axis, with up to four digits: ``2.5 MB``, ``1.25 GB``."""
     return f"{number / 1e6:.4g} MB" if number < 999.5e6 else f"{number / 1e9:.4g} GB"
 
 
@@ -49,13 +49,13 @@ def format_size(number: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A measured time of three digits: ``12.6 s``, ``0.215 s``, ``7.18 ms``."""
+    """A measured time with three digits: ``12.6 s``, ``0.215 s``, ``7.18 ms``."""
     small = 0.0 < abs(seconds) < 0.01
     return f"{1e3 * seconds:.3g} ms" if small else f"{seconds:.3g} s"
 
 
 def format_memory(per_rank: Sequence[int]) -> str:
-    """One figure, or the range over the ranks; ``?`` if none is known."""
+    """Memory of the ranks in bytes, as one figure or a range; ``?`` if none is known."""
     ends = (min(per_rank), max(per_rank)) if per_rank else ()
     return " to ".join(dict.fromkeys(map(format_bytes, ends))) or "?"
 
@@ -66,9 +66,7 @@ def format_rate(per_s: float) -> str:
 
 
 def format_moment(time: float) -> str:
-    """``2026-11-22 13:05:00``, of Unix time in seconds, in UTC; a dash where there is no such
-    moment.
-    """
+    """``2026-11-22 13:05:00`` in UTC, from Unix time in seconds; a dash if that is no date."""
     try:
         return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M:%S}"
     except (ValueError, OverflowError, OSError):
@@ -82,7 +80,7 @@ def counted(number: float, noun: str, plural: str = "") -> str:
 
 
 def format_shares(shares: Sequence[float]) -> str:
-    """Parts of a whole: ``74.4 : 25.6 %``; of more than eight the least and the most."""
+    """Parts of a whole: ``74.4 : 25.6 %``; if there are more than eight, the least and the most."""
     if len(shares) > 8:
         return f"{100 * min(shares):.3g} to {100 * max(shares):.3g} %"
     return f"{' : '.join(f'{100 * share:.3g}' for share in shares)} %"

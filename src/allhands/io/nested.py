@@ -22,10 +22,10 @@ def take_apart(tree: Any, where: str) -> tuple[Any, dict[str, mx.array]]:
     its parameters.
 
     Args:
-        where: what ``tree`` is to the person, for messages.
+        where: the person's name for ``tree``, for messages.
 
     Raises:
-        ConfigError: it holds something else, or keys that are not texts.
+        ConfigError: the tree holds a value of another type, or a key that is not a text.
     """
     arrays: dict[str, mx.array] = {}
     return _taken_apart(tree, where, arrays), arrays
@@ -45,11 +45,11 @@ def put_together(shape: Any, arrays: Mapping[str, mx.array]) -> Any:
 
 
 def check_plain(value: Any, where: str) -> None:
-    """Refuse what JSON would change or not take.
+    """Refuse a value that JSON cannot hold, or would change.
 
     Raises:
-        ConfigError: it is, or holds, no dictionary with texts as keys, list, text, finite number,
-            bool or ``None``.
+        ConfigError: ``value``, or a value in it, is not a dictionary with texts as keys, list,
+            text, finite number, bool or ``None``.
     """
     if (
         value is None
@@ -90,8 +90,8 @@ def _taken_apart(node: Any, where: str, arrays: dict[str, mx.array]) -> Any:
     if isinstance(node, dict):
         items = cast("dict[str, Any]", node)
         _check_keys(items, where)
-        # Pairs, because JSON does not promise to keep an object's order, and MLX's functions go by
-        # it.
+        # Pairs, because JSON does not promise to keep the order of an object's keys, and MLX's
+        # functions depend on it.
         return {
             "dict": [
                 [key, _taken_apart(inner, f"{where}.{key}", arrays)] for key, inner in items.items()
@@ -108,7 +108,7 @@ def _taken_apart(node: Any, where: str, arrays: dict[str, mx.array]) -> Any:
 
 
 def _names(name: str) -> Iterator[str]:
-    """A name and others like it: keys with dots in them can make two places look the same."""
+    """Yield ``name``, then variants of it: keys with dots can give two arrays the same name."""
     yield name
     number = 2
     while True:

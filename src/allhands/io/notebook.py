@@ -23,10 +23,10 @@ def in_notebook() -> bool:
 class NotebookOutput:
     """Lines that stay, a state that changes, and the latest events, as one output of a cell.
 
-    It is the file of a console: printed lines stay. The output appears with the first line.
+    A console can use it as its file: printed lines stay. The output appears with the first line.
 
     Args:
-        words: changes each line that is shown.
+        words: called with each printed line and each event; returns the text to show.
     """
 
     encoding = "utf-8"
@@ -37,7 +37,7 @@ class NotebookOutput:
         self._recent: deque[str] = deque(maxlen=_RECENT)
         self._state: Sequence[str] = ()
         self._done, self._total = 0, 0
-        self._begun = ""  # of a line that has no end yet
+        self._begun = ""  # beginning of a line that has no end yet
         self._display: Any = None
 
     def write(self, text: str) -> int:
@@ -49,10 +49,10 @@ class NotebookOutput:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Do nothing: no text is buffered."""
 
     def show(self, done: int, total: int, state: Sequence[str]) -> None:
-        """Replace the state: progress from 0 to ``total``, and lines about it."""
+        """Replace the state: ``done`` of ``total``, for the progress bar, and lines about it."""
         self._done, self._total, self._state = done, total, state
         self._update()
 

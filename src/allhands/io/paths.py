@@ -1,5 +1,5 @@
-"""The one place that knows what ``~`` means in a path that a person gives: an option, a YAML key,
-an argument.
+"""Paths that a person gives in an option, a YAML key or an argument. Only this module expands
+``~``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from allhands.errors import ConfigError
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes
-# Variables of the environment that are paths.
+# Environment variables whose values are paths.
 VARIABLES = (
     *(
         "ALLHANDS_CACHE",
@@ -29,8 +29,8 @@ class HomePath(str):
     """A path that began with ``~``, with the home directory in its place.
 
     Attributes:
-        written: as it was given. On another computer, with another home directory, this is what is
-            meant.
+        written: the path as it was given. It has the same meaning on a computer with another home
+            directory.
     """
 
     written: str
@@ -42,12 +42,11 @@ class HomePath(str):
 
 
 def expanded(text: str | os.PathLike[str]) -> str:
-    """``text`` with the home directory for a ``~`` or ``~user`` at its beginning; all else stays as
-    it is.
+    """Return ``text`` with the home directory in place of a ``~`` or ``~user`` at its beginning.
 
     Raises:
-        ValueError: there is no such user here, nor a file of that name; or no file can be called
-            so.
+        ValueError: ``~user`` is neither a user here nor a file, or ``text`` cannot be a path: it is
+            too long, is not UTF-8, or has a NUL byte.
     """
     text = os.fspath(text)
     require_words(text)
@@ -70,8 +69,8 @@ def expanded(text: str | os.PathLike[str]) -> str:
 
 
 def near_paths(path: str | os.PathLike[str]) -> list[str]:
-    """Up to three paths that exist and are spelled almost like ``path``, which does not, the
-    likeliest first.
+    """Return up to three existing paths that are spelled almost like ``path``, the likeliest first;
+    none if ``path`` exists.
     """
     written = Path(path)
     found = [Path(written.anchor)]
@@ -91,17 +90,18 @@ def _like(place: Path, name: str) -> list[Path]:
 
 
 def meant(path: str | os.PathLike[str], hint: str) -> str:
-    """``hint`` about a path that must exist; if there is only one that is spelled almost like it,
-    that one first.
+    """Return ``hint``, about a path that does not exist; existing paths that are spelled almost
+    like it come first, if there are any.
     """
     near = near_paths(path)
     return f"did you mean {' or '.join(near)}; or {hint}" if near else hint
 
 
 def require_words(text: str) -> None:
-    """
+    """Refuse a text that is not UTF-8, such as a terminal with another encoding sends.
+
     Raises:
-        ValueError: bytes of it are no UTF-8, as what a terminal of another encoding has sent.
+        ValueError: the text is not UTF-8.
     """
     try:
         text.encode()
@@ -110,10 +110,13 @@ def require_words(text: str) -> None:
 
 
 def local_path(path: str | os.PathLike[str], where: str) -> str:
-    """:func:`expanded`, of what ``where`` gives: an option, an argument or a variable.
+    """Return :func:`expanded` of ``path``.
+
+    Args:
+        where: the option, argument or variable that gives the path, for messages.
 
     Raises:
-        ConfigError: there is no such user here, or no file can be called so.
+        ConfigError: there is no such user here, or no file can have this name.
     """
     try:
         return expanded(path)
@@ -128,15 +131,16 @@ def local_path(path: str | os.PathLike[str], where: str) -> str:
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """Refuse a ``~user`` that is nobody before a directory of that name is made.
+    """Refuse environment variables with an invalid path, before a directory named ``~user`` is
+    made.
 
     Raises:
-        ConfigError: a variable names one.
+        ConfigError: a variable of :data:`VARIABLES` names an unknown user, or cannot be a path.
     """
     for name in VARIABLES:
         local_path(environ.get(name, ""), name)
 
 
 def written(path: str) -> str:
-    """``path`` as other computers are told of it: with the ``~`` that it was given with."""
+    """Return ``path`` for other computers: with its ``~``, if it was given with one."""
     return path.written if isinstance(path, HomePath) else path

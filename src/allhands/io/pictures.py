@@ -1,4 +1,4 @@
-"""Look and formats of all pictures."""
+"""Colours, style and file formats of all pictures."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GREY = "#595959"
-# A colour means one thing: a run, a rank, who directs the ranks, or a phase of a step; in pictures
-# and on pages, light or dark. So each has a contrast of at least 3 with white and with the dark
-# pages' background. None is the only sign: lines have MARKERS as well, and bars have words. The
-# blue and orange of the first runs: Okabe & Ito (2008).
+# Each colour means one thing, in pictures and on pages: a run, a rank, a process that directs the
+# ranks, or a phase of a step. Pages are light or dark, so each colour has a contrast of at least 3
+# with white and with the background of dark pages. No colour is the only sign: lines have MARKERS
+# as well, and bars have words. The first two runs' blue and orange are from Okabe & Ito (2008).
 RUNS = ("#0072B2", "#D55E00", "#DC2864", "#00A0A0", "#96965A", "#AA4632")
 RANKS = ("#BE1E8C", "#5082FA", "#D27878", "#466E50", "#8C5A78", "#DC6EA0")
 DIRECTORS = ("#6B6B6B", "#949494")
-# As the monitor calls them: what they are called, their colours, and the pattern of their areas in
-# pictures. In the order of a step; computing is green, waiting for others purple. Those that are
-# drawn as areas alone may be paler.
+# Phases by the monitor's names: label, colour, and pattern of areas in pictures. They are in the
+# order of a step; computing is green, waiting for others purple. Phases that are drawn only as
+# areas may be paler.
 PHASES = {
     "start": ("starting", "#E3D3B4", ""),
     "first": ("first step", "#CBE3C0", ""),
@@ -38,21 +38,21 @@ PHASES = {
     "end": ("end", "#C9B7AE", ""),
 }
 OTHER = "#444444"  # a phase without a name here
-# Of the first, second, ... run or rank: matplotlib's names; the pages draw the same.
+# Markers of the first, second, ... run or rank, by Matplotlib's names; pages draw the same shapes.
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def palettes() -> dict[str, tuple[str, ...]]:
-    """Return the colours of each kind of thing on a page, in their order; the last phase is any
-    without a name here.
+    """Return the colours of runs, ranks, directors and phases, in their order; the last colour of
+    phases is for a phase without a name here.
     """
     phases = (*(colour for _, colour, _ in PHASES.values()), OTHER)
     return {"run": RUNS, "rank": RANKS, "director": DIRECTORS, "phase": phases}
 
 
 def phase_colour(label: str) -> int:
-    """Return the index of the colour of the phase with this label; updates are also shown together
-    with all else.
+    """Return the index of the colour of the phase with this label; "update and rest" has the colour
+    of updates.
     """
     labels = [one for one, _, _ in PHASES.values()]
     label = "update" if label == "update and rest" else label
@@ -68,7 +68,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-# Dashes of a line that says something else than a solid one.
+# Dashes of a line with another meaning than a solid line.
 DASHED = (0, (4, 2))
 STYLE: dict[str, object] = {
     "font.size": 11,
@@ -87,15 +87,16 @@ STYLE: dict[str, object] = {
     "legend.fontsize": 10,
 }
 _FORMATS = (".png", ".svg", ".pdf")
-# In every picture that is drawn here, near its beginning or its end, and in nobody else's.
+# A mark near the beginning or end of every picture that is drawn here, and of no other picture.
 DRAWN_HERE = b"allhands, with Matplotlib"
 
 
 def picture_suffix(path: Path) -> str:
-    """``.png``, ``.svg`` or ``.pdf``, as the name of a picture says; PNG without a suffix.
+    """Return the suffix of a picture's name, ``.png``, ``.svg`` or ``.pdf``; ``.png`` if it has
+    none.
 
     Raises:
-        ConfigError: the suffix names another format, or this is a directory.
+        ConfigError: the suffix names another format, or ``path`` is a directory.
     """
     if not path.name or path.name == ".." or os.path.isdir(path):
         raise ConfigError(
@@ -119,18 +120,19 @@ def picture_suffix(path: Path) -> str:
 def picture(
     out: Path, inches: tuple[float, float], *, dpi: int = 100, private: bool = False
 ) -> Generator[Figure, None, None]:
-    """A figure to draw on, which is written to ``out`` at the end of the block, whole or not at
+    """Yield a figure to draw on, and write it to ``out`` at the end of the block, whole or not at
     all.
 
-    It is made without pyplot; Matplotlib's settings of the caller neither count nor change.
+    It is made without pyplot. The caller's Matplotlib settings have no effect and do not change.
 
     Args:
         out: the file; ``.png``, ``.svg`` or ``.pdf``; PNG without a suffix.
-        private: whether the picture, and directories that are made for it, are for their owner
+        inches: width and height of the figure.
+        private: True if the picture, and directories that are made for it, are for their owner
             alone.
 
     Raises:
-        ConfigError: the suffix names another format.
+        ConfigError: the suffix names another format, or ``out`` is a directory.
         StorageError: ``out`` cannot be written.
     """
     import matplotlib.style

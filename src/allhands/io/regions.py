@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 Shape = tuple[int, ...]
-# Of a number of each type, by its code in safetensors.
+# Bytes of one number, by the code of its type in safetensors.
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
@@ -27,10 +27,10 @@ class Box:
         return math.prod(self.shape)
 
     def flat(self, whole: Shape) -> Flat | None:
-        """Return the same numbers of an array of the shape ``whole`` as a range, if they follow
-        each other there.
+        """Return the box in an array of the shape ``whole`` as a range; ``None`` if its numbers do
+        not follow each other there.
         """
-        # Of the first axis with several numbers a part, of those behind it everything.
+        # It is a range if it has all of each axis behind the first axis with several numbers.
         first = next((axis for axis, n in enumerate(self.shape) if n != 1), len(whole))
         if any(
             n != most for n, most in zip(self.shape[first + 1 :], whole[first + 1 :], strict=True)
@@ -42,7 +42,7 @@ class Box:
         return Flat(start, start + self.size)
 
     def fits(self, whole: Shape) -> bool:
-        """Return True if it lies in an array of the shape ``whole``."""
+        """Return True if the box lies in an array of the shape ``whole``."""
         if not len(self.start) == len(self.shape) == len(whole):
             return False
         return all(
@@ -75,7 +75,7 @@ class Flat:
         return self
 
     def fits(self, whole: Shape) -> bool:
-        """Return True if it lies in an array of the shape ``whole``."""
+        """Return True if the range lies in an array of the shape ``whole``."""
         return 0 <= self.start <= self.stop <= math.prod(whole)
 
     def overlaps(self, other: Flat) -> bool:

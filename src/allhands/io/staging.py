@@ -1,8 +1,8 @@
-"""Directories that are whole or absent: filled beside their place, synced, renamed into it; and
-temporary ones.
+"""Directories that are whole or absent: filled beside their place, synced, renamed; temporary
+directories; locks on files.
 
-A ``private`` one is for its owner alone: 0700, its files 0600. Others have the modes that the umask
-gives. One that replaces another takes over its mode.
+A ``private`` directory has mode 0700, and its files 0600. Others have the modes that the umask
+gives. A directory that replaces another one gets the mode of the old one.
 """
 
 from __future__ import annotations
@@ -36,13 +36,18 @@ _SCRATCH, _OWNED = "allhands-", ".owner"
 
 @contextmanager
 def staging(target: Path, *, private: bool = False) -> Generator[Path]:
-    """A new empty directory beside ``target``; gone at the end unless :func:`publish` moved it.
+    """Make a new empty directory beside ``target``, and remove it at the end of the block unless
+    :func:`publish` moved it.
 
-    Nobody else can look into it if it is ``private``, which :func:`publish` must be told, too.
+    Directories that killed processes have left are removed first. If one of them is the old
+    directory of ``target``, and ``target`` is missing, it is put back. A staging directory is
+    locked as long as its process lives.
 
-    What earlier, killed runs left is removed first, or put back if it is what stood at ``target``:
-    a staging directory is locked as long as its process lives. ``OSError`` in the body becomes a
-    ``StorageError``.
+    Args:
+        private: True: only the owner can look into it. Give it to :func:`publish`, too.
+
+    Raises:
+        StorageError: the directory cannot be made, or the block raised an ``OSError``.
     """
     target = target.resolve()
     made: Path | None = None
@@ -66,12 +71,13 @@ def staging(target: Path, *, private: bool = False) -> Generator[Path]:
 
 
 def publish(staged: Path, target: Path, *, private: bool = False) -> None:
-    """Sync ``staged`` and rename it to ``target``, in place of the directory that may be there.
+    """Sync ``staged`` and rename it to ``target``; it replaces a directory that may be there.
 
-    The files of a ``private`` one have mode 0600 then, whatever they were opened with.
+    Args:
+        private: True: set the modes to 0700 and 0600, whatever modes the files were made with.
 
     Raises:
-        OSError: it cannot be done; what stood at ``target`` is there again.
+        OSError: a sync or a renaming failed; an old directory is still at ``target``.
     """
     target = target.resolve()
     if private:
@@ -86,8 +92,9 @@ def publish(staged: Path, target: Path, *, private: bool = False) -> None:
 
 
 def _exchange(staged: Path, target: Path) -> None:
-    # Directories cannot be exchanged portably: for an instant there is none, never half of one. Who
-    # is killed in that instant leaves the old one under this name, and the next run puts it back.
+    # Directories cannot be exchanged portably: for an instant there is no directory, but never half
+    # of one. If the process is killed in that instant, the old directory has the new name
+    # ``replaced``, and the next run puts it back.
     replaced = make_unused(target.parent, _prefix(target, _REPLACED), private=True)
     staged.chmod(stat.S_IMODE(target.stat().st_mode))
     target.rename(replaced)
@@ -100,12 +107,14 @@ def _exchange(staged: Path, target: Path) -> None:
 
 
 def require_place(out: Path, kind: str, files: tuple[str, ...], *, force: bool) -> None:
-    """Refuse to write over anything but a directory of one ``kind`` (ConfigError), and over that
-    only with ``force``.
+    """Refuse to replace anything but a directory of this ``kind``, and that one without ``force``.
 
     Args:
         kind: with its article: "an adapter".
-        files: all that one can hold; the first is in every one.
+        files: names of all files that such a directory can hold; it always holds the first.
+
+    Raises:
+        ConfigError: ``out`` is a file or another kind of directory, or ``force`` is missing.
     """
     if not out.exists():
         return
@@ -133,8 +142,9 @@ def require_place(out: Path, kind: str, files: tuple[str, ...], *, force: bool) 
 
 @contextmanager
 def publishing(target: Path) -> Generator[None]:
-    """For who looks at ``target`` and then publishes: one process at a time does so in its
-    directory.
+    """Lock the directory of ``target`` while a process looks at ``target`` and then publishes it.
+
+    Other processes in this block wait. Without locks in the file system nobody waits.
     """
     descriptor = os.open(target.resolve().parent, os.O_RDONLY)
     try:
@@ -157,7 +167,11 @@ def same_files(one: Path, other: Path) -> bool:
 
 @contextmanager
 def locked(file: Path, *, private: bool = False) -> Generator[None]:
-    """Hold an exclusive lock on ``file`` (made if absent), after whoever holds it now."""
+    """Wait for an exclusive lock on ``file`` (made if absent), and hold it for the block.
+
+    Raises:
+        StorageError: the file cannot be made or opened.
+    """
     try:
         make_directory(file.parent, private=private)
         stream = _lock_file(file, private)
@@ -166,15 +180,18 @@ def locked(file: Path, *, private: bool = False) -> Generator[None]:
     with stream:
         with suppress(
             OSError
-        ):  # a file system without locks: two may do the work, the result is the same
+        ):  # a file system without locks: two processes may do the work, with the same result
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield
 
 
 @contextmanager
 def locked_now(file: Path, *, private: bool = False) -> Generator[bool]:
-    """Try to lock ``file`` (made if absent) for the block, without waiting; yields True if it is
-    locked.
+    """Try to lock ``file`` (made if absent) for the block, without waiting; yield True if this
+    process has the lock.
+
+    Raises:
+        OSError: the file cannot be made or opened.
     """
     with _lock_file(file, private) as stream:
         try:
@@ -190,17 +207,17 @@ def _lock_file(file: Path, private: bool) -> TextIO:
 
 
 class Scratch:
-    """A private directory for temporary files, a context manager; this process has a lock on a file
-    in it.
+    """A private directory for temporary files, as a context manager.
 
-    A computer that loses its power, or a process that is killed, leaves its own: these, of this
-    user and locked by nobody, are removed when the next one is made in the same place.
+    This process has a lock on a file in it. A process that is killed leaves its directory. The next
+    :class:`Scratch` in the same ``root`` removes such directories of this user, if no process has
+    locked them.
 
     Args:
-        root: where it is made; default: where the system wants temporary files.
+        root: directory in which it is made; default: the system's place for temporary files.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the directory cannot be made.
     """
 
     def __init__(self, root: str | None = None) -> None:
@@ -208,15 +225,15 @@ class Scratch:
         _remove_scratch(Path(root))
         self.path = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=root))  # mode 0700
         self._descriptor = -1
-        with suppress(OSError):  # a full disk, or one without locks: then nobody will remove it
+        with suppress(OSError):  # a full disk, or no locks: then nobody else will remove it
             self._descriptor = os.open(
                 self.path / _OWNED, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
             )
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(self._descriptor, b"locked\n")  # only now: until then it is nobody's yet
+            os.write(self._descriptor, b"locked\n")  # others may remove it only after this
 
     def close(self) -> None:
-        """Remove it with all that is in it, as far as that is possible."""
+        """Remove the directory and all that is in it, as far as that is possible."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -230,7 +247,7 @@ class Scratch:
 
 
 def _remove_scratch(root: Path) -> None:
-    """Remove what :class:`Scratch` has made in ``root`` for processes of this user that have ended."""
+    """Remove directories of :class:`Scratch` in ``root``, of processes of this user that ended."""
     with suppress(OSError):
         for left in root.glob(f"{_SCRATCH}*"):
             with suppress(OSError):
@@ -251,8 +268,8 @@ def _prefix(target: Path, kind: str = _PARTIAL) -> str:
 
 
 def _as_asked_for(error: StorageError, target: Path) -> StorageError:
-    """``error``, of ``target`` if it is of a directory for that: such a one is gone when this is
-    read.
+    """Return ``error``, with ``target`` in place of a path in a staging directory, which will be
+    gone when a person reads the error.
     """
     if not (error.where or "").startswith(str(target.parent / _prefix(target))):
         return error
@@ -260,10 +277,11 @@ def _as_asked_for(error: StorageError, target: Path) -> StorageError:
 
 
 def _lock_directory(path: Path) -> int:
-    """A descriptor that holds an exclusive lock on ``path`` until it is closed.
+    """Return a file descriptor that holds an exclusive lock on ``path`` until it is closed.
 
     Raises:
-        BlockingIOError: another process holds it.
+        BlockingIOError: another process holds the lock.
+        OSError: the file system has no locks, or ``path`` cannot be opened.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -283,7 +301,7 @@ def _remove_abandoned(target: Path) -> None:
     for left in target.parent.iterdir():
         if not left.name.startswith(_prefix(target)):
             continue
-        with suppress(OSError):  # locked: somebody is at work there
+        with suppress(OSError):  # locked: a process works there
             descriptor = _lock_directory(left)
             shutil.rmtree(left, ignore_errors=True)
             os.close(descriptor)

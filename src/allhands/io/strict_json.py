@@ -1,8 +1,7 @@
-"""JSON that somebody else has written: an object, or nothing; never more than it may be, and never
-an exception.
+"""Strict reader for JSON of unknown origin, and checks of the values in it.
 
-Python's own reader takes NaN, numbers of thousands of digits, names that come twice, halves of
-letters that cannot be written, and lists in lists until its stack ends.
+Python's own reader takes NaN, numbers with thousands of digits, keys that come twice, halves of
+letters (lone surrogates) that cannot be written, and lists in lists until its stack ends.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Check = Callable[[Any], bool]
 _MOST_DEPTH = 16
 _MOST_DIGITS = 20
 _MOST_WHOLE = 1 << 53
-# A string that has no end goes to the end: what follows is not looked at again and again.
+# A string without an end counts to the end of the text, so that the text is searched only once.
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.?)*+"?|[\[\]{}]', re.DOTALL)
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -26,14 +25,13 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 def read_object(
     content: bytes, most_depth: int = _MOST_DEPTH, halves: bool = False
 ) -> dict[str, Any] | None:
-    """Return the object that ``content`` holds; ``None`` if it is no JSON, no object, or no sound
-    one.
+    """Return the JSON object in ``content``; ``None`` if there is none, or if it breaks a limit.
 
     Args:
-        content: of a bounded length: that is for who reads it to see to.
-        most_depth: of lists and objects in each other.
-        halves: whether strings may hold halves of letters, by which Python writes the bytes of odd
-            file names.
+        content: UTF-8 text; the caller must limit its length.
+        most_depth: largest depth of lists and objects inside each other.
+        halves: True if strings may hold halves of letters (lone surrogates), with which Python
+            writes the bytes of odd file names.
     """
     try:
         text = content.decode("utf-8")
@@ -82,11 +80,12 @@ def _number(text: str) -> float:
 
 
 def without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """For ``json.loads(text, object_pairs_hook=...)``, which would take the last of equal names
-    without a word.
+    """Return the pairs of a JSON object as a dictionary, for ``json.loads(object_pairs_hook=...)``.
+
+    ``json.loads`` alone would silently take the last value of a name that comes twice.
 
     Raises:
-        ValueError: a name stands twice in one object.
+        ValueError: a name comes twice in one object.
     """
     found: dict[str, Any] = {}
     for name, value in pairs:
@@ -96,11 +95,11 @@ def without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-# --- what an object must hold ---------------------------------------------------------------------
+# --- checks of values -----------------------------------------------------------------------------
 
 
 def is_integer(value: object, least: int, most: int) -> bool:
-    """Return True for an integer, not a truth value, between these two."""
+    """Return True for an integer from ``least`` to ``most``; a bool is none."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
@@ -115,34 +114,36 @@ def is_flag(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a number that a float can hold."""
+    """Return True for a float, or an integer that a float can hold exactly."""
     return isinstance(value, float) or is_integer(value, -_MOST_WHOLE, _MOST_WHOLE)
 
 
 def integer(least: int, most: int) -> Check:
-    """Return the check for an integer between these two."""
+    """Return the check for an integer from ``least`` to ``most``."""
     return lambda value: is_integer(value, least, most)
 
 
 def maybe(check: Check) -> Check:
-    """Null, or that."""
+    """Return the check for null, or a value that passes ``check``."""
     return lambda value: value is None or check(value)
 
 
 def list_of(check: Check) -> Check:
-    """Return the check for a list of such values."""
+    """Return the check for a list of values that pass ``check``."""
     return lambda value: isinstance(value, list) and all(map(check, cast("list[Any]", value)))
 
 
 def mapping_of(check: Check) -> Check:
-    """Return the check for an object with any names and such values."""
+    """Return the check for an object with any names, whose values pass ``check``."""
     return lambda value: (
         isinstance(value, dict) and all(map(check, cast("dict[str, Any]", value).values()))
     )
 
 
 def object_of(needed: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
-    """Return the check for an object with the needed names, and maybe the optional and any others."""
+    """Return the check for an object with all names of ``needed``, perhaps those of ``optional``,
+    and any others.
+    """
 
     def check(value: Any) -> bool:
         if not isinstance(value, dict):

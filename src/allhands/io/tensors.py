@@ -1,4 +1,4 @@
-"""Arrays as safetensors, written piece by piece without a copy of them."""
+"""Arrays in the safetensors format, written piece by piece without a copy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from allhands.io.regions import ITEM_BYTES, Region, Shape
 
-# Hashed while they are in the processor's cache, written by few calls.
+# Size of a piece: small enough to be hashed in the processor's cache, large enough for few calls.
 _PIECE_BYTES = 4 << 20
 
 _Data = bytes | bytearray | memoryview
@@ -24,10 +24,9 @@ class Tensor:
         name: unique within its file.
         dtype: code of safetensors, such as ``F32``, ``BF16`` or ``U32``.
         shape: ``()`` for a single number.
-        data: C-contiguous, little-endian; must not change until it is written. Or a function that
-            gives it.
-        part: the shape of the array of which this is a slice, and where it lies there; ``None``: it
-            is whole.
+        data: C-contiguous and little-endian, or a function that returns such data; it must not
+            change until it is written.
+        part: if this is a slice of a larger array: the shape of that array, and the slice's region.
     """
 
     name: str
@@ -40,7 +39,7 @@ class Tensor:
         """Return the data as bytes.
 
         Raises:
-            ValueError: they are not of the shape and type.
+            ValueError: the data do not fit the shape and type.
         """
         view = memoryview(self.data() if isinstance(self.data, Callable) else self.data)
         if view.nbytes != self.num_bytes or not view.c_contiguous:
@@ -59,7 +58,7 @@ class Tensor:
         """Size of the data.
 
         Raises:
-            ValueError: an unknown type, or no name of a tensor.
+            ValueError: the type is unknown, or the name is reserved.
         """
         if self.dtype not in ITEM_BYTES or self.name == "__metadata__":
             raise ValueError(
@@ -69,12 +68,13 @@ class Tensor:
 
 
 def safetensors_pieces(tensors: Sequence[Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file. Large items come first, as the format asks, so that
-    all are aligned.
+    """Return an iterator over the bytes of a safetensors file.
+
+    Types with large items come first, so that all arrays are aligned.
 
     Raises:
-        ValueError: at once: a name given twice, an unknown type, data that are not of the shape and
-            type. Data that a function gives are asked for, and looked at, when it is their turn.
+        ValueError: at once: a name comes twice, a type is unknown, or data do not fit shape and
+            type. If a function returns the data, they are checked when it is their turn.
     """
     ordered = _ordered(tensors)
     for tensor in ordered:
@@ -92,7 +92,11 @@ def safetensors_pieces(tensors: Sequence[Tensor]) -> Iterator[bytes | memoryview
 
 
 def safetensors_size(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes of such a file, without looking at the data."""
+    """Return the size in bytes of the safetensors file, without looking at the data.
+
+    Raises:
+        ValueError: a name comes twice, or a type is unknown.
+    """
     return len(_header(_ordered(tensors))) + sum(tensor.num_bytes for tensor in tensors)
 
 

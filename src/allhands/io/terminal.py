@@ -1,4 +1,6 @@
-"""A person's terminal: whether there is one, and lines that it breaks between words."""
+"""Output on a terminal or into a file: recognition of terminals, tables, and lines that are broken
+between words.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# Who starts a rank with these gives it a terminal of its own, wherever its output really ends up.
-# Our own launcher, which may go through mpirun, hands its output over.
+# Environment variables of our own launcher, which shows the ranks' output to a person, and of mpirun
+# and srun, which may give a rank a terminal of its own although its output ends up in a file.
 _OURS = "ALLHANDS_RANK"
 _RELAYED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE")
 _TRAILING = re.compile(r"[ \t]+(?=\r?\n)")
@@ -28,8 +30,8 @@ _WIDTH_OF_FILES = 80
 def is_screen(stream: Any, environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if ``stream`` is a terminal on which a display may write over itself.
 
-    No screen: a file or a pipe, ``TERM=dumb``, ``NO_COLOR``, and what :func:`is_read_live` leaves
-    out. ``FORCE_COLOR`` asks for colours, not for this.
+    Not with ``TERM=dumb`` or ``NO_COLOR``, and only if :func:`is_read_live`. ``FORCE_COLOR`` asks
+    for colours, not for such a display.
     """
     if environ.get("TERM", "").lower() in ("dumb", "unknown") or environ.get("NO_COLOR"):
         return False
@@ -37,17 +39,17 @@ def is_screen(stream: Any, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def is_read_live(stream: Any, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if ``stream`` is a terminal before which a person sits.
+    """Return True if ``stream`` is a terminal that a person reads.
 
-    Nobody sits before that of continuous integration (``CI``), which keeps all that was ever
-    written, or before the one that mpirun or srun gives a rank, wherever its output really ends up.
+    Nobody reads the terminal of continuous integration (``CI``), which keeps all output, or the
+    terminal that mpirun or srun gives a rank.
     """
     relayed = _OURS not in environ and any(name in environ for name in _RELAYED)
     if relayed or environ.get("CI", "").lower() not in _NO:
         return False
     try:
         return bool(stream.isatty())
-    except (AttributeError, ValueError, OSError):  # closed, or none
+    except (AttributeError, ValueError, OSError):  # the stream is closed, or is no file
         return False
 
 
@@ -58,16 +60,17 @@ def console_for(
     widest: int | None = None,
     **options: Any,
 ) -> Console:
-    """Return a console of rich's on standard output, or ``stream``; it writes no order of a
-    terminal where there is no screen.
+    """Return rich's console on standard output, or ``stream``; without a screen it writes no
+    control sequences.
 
     ``FORCE_COLOR`` gives colours anywhere, ``NO_COLOR`` nowhere. The width is that of this stream,
-    not of another one that happens to be a terminal: of tables 80 in a file, where text is broken
-    only if ``COLUMNS`` says at what width. Text is printed as it is: brackets are no markup, colons
-    no emoji, and numbers have no colours.
+    even if another stream is a terminal. In a file, tables are 80 columns wide, and text is broken
+    only if ``COLUMNS`` gives a width. Text is printed as it is: brackets are no markup, colons no
+    emoji, and numbers have no colours.
 
     Args:
-        widest: columns that are used at most.
+        widest: largest number of columns that are used.
+        options: for rich's console.
     """
     options = {"markup": False, "emoji": False, "highlight": False, **options}
     stream = sys.stdout if stream is None else stream
@@ -85,7 +88,7 @@ def console_for(
 
 
 class _Trimmed:
-    """A file without blanks at the ends of lines, with which tables and broken text are filled up."""
+    """A file that drops blanks at the ends of lines: rich fills up tables and broken text."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -100,8 +103,9 @@ class _Trimmed:
 
 @cache
 def _careful_console() -> type[Console]:
-    """A console that breaks plain text as :func:`fitted` does: what is copied from rich's own has
-    ends of lines.
+    """Return the class of a console that breaks plain text as :func:`fitted` does.
+
+    rich's own console would put ends of lines into text that is copied from a terminal.
     """
     from rich.console import Console
 
@@ -126,11 +130,11 @@ def table_of(
     left: Collection[int] = (0,),
     ruled: bool = False,
 ) -> Table:
-    """Return a table without a frame, which has a line below its heads if it is ``ruled``.
+    """Return a table without a frame; if it is ``ruled``, with a line below its heads.
 
     Args:
-        heads: of the columns; all empty: none are shown.
-        left: the columns that are aligned to the left.
+        heads: heads of the columns; if all are empty, none are shown.
+        left: numbers of the columns that are aligned to the left.
     """
     from rich import box
     from rich.table import Table
@@ -154,8 +158,8 @@ def print_table(
     rows: Sequence[Sequence[str]],
     dispensable: Sequence[str] = (),
 ) -> None:
-    """Print a table without as many of the columns that are ``dispensable``, the first ones first,
-    as have no room.
+    """Print a table; while it is too wide, leave out columns that are ``dispensable``, in their
+    order. There must be at least one row.
     """
     columns = dict(zip(heads, zip(*rows, strict=True), strict=True))
     columns = columns_within(columns, console.width, dispensable)
@@ -165,8 +169,8 @@ def print_table(
 def columns_within(
     columns: Mapping[str, Sequence[str]], width: int, dispensable: Iterable[str]
 ) -> dict[str, Sequence[str]]:
-    """Return the columns of a ruled table without as many of those that are ``dispensable``, the
-    first ones first, as have no room.
+    """Return the columns of a ruled table; while it is wider than ``width``, leave out those that
+    are ``dispensable``, in their order.
     """
     from rich.cells import cell_len
 
@@ -184,10 +188,9 @@ def columns_within(
 def progress_console(
     stream: TextIO | None = None, environ: Mapping[str, str] = os.environ, **options: Any
 ) -> Console:
-    """Return a console on standard error, or ``stream``, for a display that writes over itself: on
-    a screen alone.
+    """Return a console on standard error, or ``stream``, for a display that writes over itself.
 
-    ``FORCE_COLOR`` does not make a screen of a file.
+    It shows the display on a screen alone; ``FORCE_COLOR`` does not make a file a screen.
     """
     from rich.console import Console
 
@@ -199,8 +202,9 @@ def progress_console(
 
 @contextmanager
 def counting(every: int) -> Generator[Callable[[int, str], None]]:
-    """Show a line on standard error that counts, if that is a terminal; takes the number and the
-    line's words.
+    """Show a counting line on standard error during the block, if that is a terminal.
+
+    Yields a function that takes a number and the line's text, and shows each ``every``-th number.
     """
     with progress_console(highlight=False).status("reading") as status:
 
@@ -212,25 +216,25 @@ def counting(every: int) -> Generator[Callable[[int, str], None]]:
 
 
 def fitted(text: str, width: int) -> str:
-    """``text`` with rows filled up to ``width``, so that a terminal breaks it between words.
+    """Return ``text`` with rows filled up to ``width``, so that a terminal breaks it between words.
 
-    A row that would be broken in a word gets blanks up to its end, and no end of line: the terminal
-    goes on below, and what is copied from it, a command for instance, is still one line. A word
+    A row that would be broken in a word gets blanks up to its end, but no end of line: the terminal
+    continues in the next row, and a command that is copied from there is still one line. A word
     longer than a row is broken.
     """
     return "\n".join("".join(_rows(line, width)) for line in text.split("\n"))
 
 
 def broken(text: str, width: int) -> str:
-    """``text`` in lines of at most ``width``, for a file; broken where :func:`fitted` breaks it."""
+    """Return ``text`` in lines of at most ``width``, for a file, broken as by :func:`fitted`."""
     return "\n".join(row.rstrip(" ") for line in text.split("\n") for row in _rows(line, width))
 
 
 def _rows(line: str, width: int) -> list[str]:
     rows: list[str] = []
     while len(line) >= width > 1:
-        # The last column stays empty, so that there is a blank between two words when what is shown
-        # is copied.
+        # The last column stays empty, so that copied text has a blank between the last word of a
+        # row and the first word of the next.
         place = line.rfind(" ", 0, width)
         if line[: place + 1].strip():
             rows.append(line[:place].ljust(width))
@@ -243,17 +247,20 @@ def _rows(line: str, width: int) -> list[str]:
 
 
 def printable(text: str, instead: str = "?") -> str:
-    """Return text of others without characters that could steer a terminal."""
+    """Return text of unknown origin without control characters for a terminal.
+
+    ``instead`` takes the place of each.
+    """
     return "".join(letter if letter.isprintable() else instead for letter in text)
 
 
 def one_line(text: str) -> str:
-    """Return text of others on one line, without what a terminal would take for orders."""
+    """Return text of unknown origin on one line, without control characters for a terminal."""
     return " ".join(printable(text, " ").split())
 
 
 def echo(text: str) -> None:
-    """:func:`tell` on standard output."""
+    """Print ``text`` as :func:`tell` does, on standard output."""
     tell(text, sys.stdout)
 
 
@@ -263,8 +270,8 @@ def print_json(values: object, *, indent: int | None = 1, **how: Any) -> None:
 
 
 def row_width(console: Console) -> int | None:
-    """Return the width of the rows on which ``console`` shows lines; ``None`` where a line may be
-    as long as it is.
+    """Return the width of the rows of ``console``; ``None`` if it is no terminal, so that a line
+    may have any length.
     """
     return console.width if console.is_terminal or is_read_live(console.file) else None
 
@@ -283,7 +290,9 @@ def tell(text: str, stream: TextIO | None = None) -> None:
 
 
 def fitted_to(file: int, text: str) -> str:
-    """``text`` as :func:`fitted` to the terminal that the file descriptor is; as it is elsewhere."""
+    """Return ``text`` :func:`fitted` to the terminal of this file descriptor; unchanged if it is no
+    terminal.
+    """
     try:
         return fitted(text, os.get_terminal_size(file).columns or sys.maxsize)
     except OSError:  # no terminal
@@ -291,10 +300,9 @@ def fitted_to(file: int, text: str) -> str:
 
 
 class _Spoken(io.FileIO):
-    """A file descriptor for words on which nothing depends: those that cannot be written are lost
-    without an error.
+    """A file descriptor for messages; text that cannot be written is lost without an exception.
 
-    ``lost`` is the first error of them.
+    ``lost`` is the first error; ``None`` if nothing was lost.
     """
 
     lost: OSError | None = None
@@ -308,8 +316,9 @@ class _Spoken(io.FileIO):
 
 
 def open_closed_streams() -> None:
-    """Open what this process was started without (``>&-``), so that no file of ours gets its number
-    and our words.
+    """Open standard streams that are closed (``>&-``) on the null device.
+
+    Otherwise a file that is opened later would get their number, and messages would go into it.
     """
     for number in range(3):
         try:
@@ -319,19 +328,19 @@ def open_closed_streams() -> None:
 
 
 def stream_of(number: int, stream: TextIO | None) -> TextIO:
-    """``stream``, or a new one on the file descriptor ``number`` where Python found that closed."""
+    """Return ``stream``; a new stream on file descriptor ``number`` if Python found it closed."""
     return open(number, "w", encoding="utf-8", closefd=False) if stream is None else stream
 
 
 def keep_going(stream: TextIO) -> TextIO:
-    """``stream`` as one into which writing never fails, for a command whose result is not its
-    words.
+    """Return a stream that writes to ``stream`` and never fails, for a command whose result is not
+    its output.
     """
     stream.flush()
     raw = _Spoken(stream.fileno(), "w", closefd=False)
-    # A line at a time, too, where Python was asked to write at once (PYTHONUNBUFFERED). With a
-    # buffer, threads that log at the same time may write what is no text: CPython before 3.11.10
-    # and 3.12.4 does not lock it (its issue 119506).
+    # Buffered by lines also if Python is to write at once (PYTHONUNBUFFERED). With a buffer of
+    # several lines, threads that log at the same time may mix bytes: CPython before 3.11.10 and
+    # 3.12.4 does not lock it (CPython's issue 119506).
     lines = stream.isatty() or any(
         getattr(stream, name, False) for name in ("line_buffering", "write_through")
     )
@@ -341,14 +350,14 @@ def keep_going(stream: TextIO) -> TextIO:
 
 
 def tell_lost_words() -> None:
-    """Say on standard error that words to a stream of :func:`keep_going` were lost, and that
-    nothing else is amiss.
+    """Say on standard error that output was lost, if standard output is from :func:`keep_going` and
+    could not be written.
     """
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if not isinstance(raw, _Spoken):
         return
     sys.stdout.flush()
-    # Of a reader that has gone (a pager, head) nobody need be told.
+    # A reader that has gone (a pager, head) is not worth a message.
     if raw.lost is not None and not isinstance(raw.lost, BrokenPipeError):
         reason = raw.lost.strerror or raw.lost
         tell(

@@ -1,4 +1,4 @@
-"""MLX's tree functions and conversions to Python numbers, with the types that they have for us."""
+"""MLX's tree functions and conversions to Python numbers, with exact types for type checkers."""
 
 from __future__ import annotations
 
