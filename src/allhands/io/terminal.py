@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# Environment variables of our own launcher, which shows the ranks' output to a person, and of mpirun
-# and srun, which may give a rank a terminal of its own although its output ends up in a file.
+# Environment variables of our own launcher, which shows the ranks' output to a person, and of
+# mpirun and srun, which may give a rank a terminal of its own although its output goes to a file.
 _OURS = "ALLHANDS_RANK"
 _RELAYED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE")
 _TRAILING = re.compile(r"[ \t]+(?=\r?\n)")

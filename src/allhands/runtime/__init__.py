@@ -1,1 +1,1 @@
-"""The computer below: processor and GPU, native code, ports, versions, and faults for tests."""
+"""The computer: processor and GPU, native code, memory, ports, versions, and injected faults."""

@@ -16,9 +16,9 @@ from allhands.runtime.blas import available_cores, preload_blas
 from allhands.runtime.memory import MLX_PEAK, peak_rss_bytes
 from allhands.runtime.sizing import Sizing
 
-# Small, because each length of batch would fill MLX's cache with buffers of its own sizes. What the
-# cache lets go stays in the process for any size: allhands.runtime.blas tells malloc to keep freed
-# pages.
+# Small, because each length of batch would fill MLX's cache with buffers of other sizes. Buffers
+# that the cache frees stay in the process for any size: allhands.runtime.blas tells malloc to keep
+# freed pages.
 CPU_CACHE_BYTES = 64 << 20
 
 
@@ -31,10 +31,10 @@ class Accelerator:
         name: name for people.
         memory_bytes: memory of the device (of the host, for a CPU and for unified memory).
         cores: processor cores that this process may use.
-        cpu_native: True if steps run uncompiled with evaluated chunks: best if one thread computes
-            everything.
+        cpu_native: True if operations of a step compute at once, without compiling: best on CPUs,
+            where one thread of MLX computes everything.
         warning: reason why this device is slower than it should be, with the remedy; or ``None``.
-        working_set_bytes: what macOS lets the GPU have of a Mac's memory; ``None`` elsewhere.
+        working_set_bytes: memory that macOS lets the GPU of a Mac use; ``None`` elsewhere.
     """
 
     kind: Literal["cpu", "metal", "cuda"]
@@ -50,34 +50,38 @@ class Accelerator:
         return self.cpu_native and compile != "on"
 
     def sizing(self, micro_batch_tokens: int | None, *, compiled: bool) -> Sizing:
-        """Return the limits of a share of a batch here; ``compiled`` steps, and all of CUDA, meet
-        few shapes.
+        """Return the limits for micro-batches on this device.
+
+        Args:
+            micro_batch_tokens: the option of that name; ``None``: chosen by the kind of device.
+            compiled: True if steps are compiled, so that there must be few shapes. CUDA always
+                needs few shapes.
         """
         return sizing_of(self.kind, micro_batch_tokens, compiled=compiled)
 
 
 def sizing_of(kind: str, micro_batch_tokens: int | None, *, compiled: bool) -> Sizing:
-    """:meth:`Accelerator.sizing` of a device of that kind, which need not be here."""
+    """Return :meth:`Accelerator.sizing` of any device of this kind, also of another computer."""
     if kind == "cpu":
         return Sizing(micro_batch_tokens or 2048, overhead_tokens=24)
     if kind == "cuda":
-        # On an H200 the operations of a pass over 1.2 billion parameters take 25 ms to hand out, in
-        # which 3,000 tokens are computed, and those of a new length 40 ms and more, compiled or
-        # not: cuDNN plans attention anew.
+        # On an H200 the host needs 25 ms to launch a pass over 1.2 billion parameters, in which the
+        # GPU computes 3,000 tokens. A new length costs 40 ms and more, compiled or not: cuDNN makes
+        # a new plan for attention.
         return Sizing(
             micro_batch_tokens or 16384, overhead_tokens=2048, few_shapes=True, num_rungs=24
         )
     return Sizing(micro_batch_tokens or 16384, overhead_tokens=256, few_shapes=compiled)
 
 
-# At most: the key of its random numbers, which is there from the start, and a number beside it on
-# CUDA.
+# Most bytes that MLX holds before it computes: the key of its random numbers, and one more number
+# on CUDA.
 _AT_START_BYTES = 24
 
 
 def nothing_computed() -> bool:
-    """True if MLX has not computed anything in this process yet: afterwards it asks for none of its
-    variables.
+    """True if MLX has not computed anything in this process yet; afterwards it no longer reads its
+    environment variables.
     """
     return (
         max(mx.get_peak_memory(), mx.get_active_memory() + mx.get_cache_memory()) <= _AT_START_BYTES
@@ -101,8 +105,8 @@ def detect() -> Accelerator:
 
 
 def working_set_bytes() -> int | None:
-    """Bytes that macOS lets the GPU of this Mac have, two thirds of the memory or more; ``None``
-    elsewhere.
+    """Return the bytes that macOS lets the GPU of this Mac use, two thirds of the memory or more;
+    ``None`` elsewhere.
     """
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     if not (on_gpu and mx.metal.is_available()):
@@ -111,8 +115,8 @@ def working_set_bytes() -> int | None:
 
 
 def _processor() -> str:
-    """The model of the processor."""
-    # Up to its first name: the file has as many parts as there are cores.
+    """Return the name of the processor's model."""
+    # Read up to the first name: the file has one for each core.
     with suppress(OSError), Path("/proc/cpuinfo").open(errors="replace") as lines:
         for line in lines:
             if line.startswith("model name"):
@@ -121,7 +125,7 @@ def _processor() -> str:
 
 
 def slow_products() -> str | None:
-    """Return the reason for slow matrix products here, if there is one."""
+    """Return the reason for slow matrix products here; ``None`` if they are fast."""
     if sys.platform != "linux" or mx.default_device().type == mx.DeviceType.gpu:
         return None
     blas = preload_blas()
@@ -130,13 +134,13 @@ def slow_products() -> str | None:
 
 
 def device_memory() -> int:
-    """Bytes of the default device's memory; those of the computer where MLX does not say."""
+    """Return the bytes of the default device's memory; of the computer's if MLX does not say."""
     info = mx.device_info() if mx.default_device().type == mx.DeviceType.gpu else {}
     return int(info.get("memory_size", info.get("total_memory", psutil.virtual_memory().total)))
 
 
 def peak_memory_bytes(accelerator: Accelerator) -> int:
-    """Peak so far: of the whole process on a CPU, of MLX's device memory on a GPU."""
+    """Return the peak bytes so far: of the process on a CPU, of MLX's device memory on a GPU."""
     if accelerator.kind != "cpu":
         return MLX_PEAK.whole()
     return peak_rss_bytes()

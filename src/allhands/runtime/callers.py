@@ -1,15 +1,15 @@
-"""Ports that anybody may call: many callers at once, each with a deadline, believed once it has
-proved a key.
+"""Conversations over TCP in which both ends prove that they know a key.
 
-Who is called sends a new random number first, and gets one. Everything else is a line with an HMAC
-over both numbers, the role of who says it, and the words; who has called says the first. So what
-was recorded is worthless at any other time, in the other direction, and to any other end; a
-stranger learns a random number at most. Nothing is parsed whose HMAC is wrong.
+Anybody may connect to such a port: the listener serves many callers at once, and each has a
+deadline for its proof. The listener sends a new random number, and the caller sends one, too. Every
+further line has an HMAC over both numbers, the sender's role, and the words; the caller sends the
+first. So a recorded line is worthless at another time, in the other direction, and to another
+listener, and a stranger learns only a random number. A line with a wrong HMAC is not parsed.
 
-The key proves who has spoken. It hides nothing: the words are in clear.
+The key proves who has sent a line. It hides nothing: lines are not encrypted.
 
-The text of this module is also sent to computers that lack allhands: the standard library of Python
-3.9 and nothing else, in ASCII.
+The text of this module is also sent to computers without allhands. So it uses only the standard
+library of Python 3.9, and only ASCII.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from typing import Self
 
-MEETING_KEY = "ALLHANDS_MEETING_KEY"  # a secret of the person's, for all ranks of a job
-RING_KEY = "ALLHANDS_RING_KEY"  # a secret of one start, which its supervisor has made for its ranks
+MEETING_KEY = "ALLHANDS_MEETING_KEY"  # a secret that a person gives to all ranks of a job
+RING_KEY = "ALLHANDS_RING_KEY"  # a secret that the supervisor makes for the ranks of one start
 LISTENER, CALLER = b"listener", b"caller"  # the roles
 _NUMBER_BYTES = 32
 _NUMBER = re.compile(rb"[0-9a-f]{64}")
@@ -40,17 +40,17 @@ _NUMBER_LINE = 2 * _NUMBER_BYTES + 1
 _MAC = 64  # letters
 _TALK_S = 10.0
 _MOST_UNPROVED = (
-    128  # callers that have not; a stranger's thousand connections must not use up our descriptors
+    128  # callers without proof; a stranger's connections must not use up our file descriptors
 )
-_AT_ONCE = 64  # calls taken before those who are there are heard again
+_AT_ONCE = 64  # new connections taken before connected callers are heard again
 _BACKLOG = 1024
 _CHUNK = 1 << 16
-_FULL_S = 0.05  # before another try where the system has no room for a connection
+_FULL_S = 0.05  # pause before another try if the system has no room for a connection
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def key_for(purpose: str, environ: Mapping[str, str]) -> bytes:
-    """Return the key for one purpose, of the secrets that the environment holds; they may be none."""
+    """Return the key for one purpose, made of the secrets in the environment, if there are any."""
     parts = [purpose, *(environ.get(name, "") for name in (MEETING_KEY, RING_KEY))]
     encoded = [
         part.encode("utf-8", "surrogateescape") for part in parts
@@ -65,12 +65,12 @@ def new_number() -> bytes:
 
 @dataclass(frozen=True)
 class Handshake:
-    """The key and the numbers that two ends share once each has sent its number.
+    """The key of a conversation, and the numbers that its two ends have sent.
 
     Attributes:
-        key: both know it.
-        listener: the number of the end that was called.
-        caller: the number of the end that has called.
+        key: the key that both ends must know.
+        listener: the number of the listener.
+        caller: the number of the caller.
     """
 
     key: bytes
@@ -78,12 +78,14 @@ class Handshake:
     caller: bytes
 
     def sealed(self, role: bytes, words: bytes) -> bytes:
-        """``words``, without a line's end, as the line that the end of this ``role`` sends."""
+        """Return the line with which the end of this ``role`` sends ``words``, which have no line
+        end.
+        """
         return self._mac(role, words) + b" " + words + b"\n"
 
     def opened(self, role: bytes, line: bytes) -> bytes | None:
-        """Return the words of a line; ``None`` if the other end of that ``role`` has not said them
-        in this conversation.
+        """Return the words of a line; ``None`` if the end of this ``role`` has not sent them in
+        this conversation.
         """
         words = line[_MAC + 1 :].removesuffix(b"\n")
         return (
@@ -95,11 +97,14 @@ class Handshake:
         return hmac.new(self.key, message, "sha256").hexdigest().encode()
 
 
-# --- who is called --------------------------------------------------------------------------------
+# --- the listener ---------------------------------------------------------------------------------
 
 
 def listen_at(family: int, address: tuple[Any, ...], options: Sequence[int]) -> socket.socket:
-    """Return a socket that listens there and nowhere else; ``options`` of sockets are set.
+    """Return a socket that listens at ``address`` alone.
+
+    Args:
+        options: options of sockets that are set, such as ``SO_REUSEADDR``.
 
     Raises:
         OSError: the port is taken, or the address is none of this computer.
@@ -119,16 +124,18 @@ def listen_at(family: int, address: tuple[Any, ...], options: Sequence[int]) -> 
 
 @dataclass(eq=False)
 class Caller:
-    """A connection that somebody has made to us.
+    """A connection that another program has made to this listener.
 
     Attributes:
-        there: the other end's address.
+        there: the caller's address.
         here: our address, as the caller knows it.
-        until: when it must have proved itself.
-        ours: the number that it has been sent.
-        theirs: its own number, once that has come.
-        proved: whether it has; to be set: then it may stay as long as it likes.
-        asked: whether it may say a further line, although it is believed; to be set.
+        until: the deadline for the caller's proof (``time.monotonic``).
+        ours: the number that we have sent.
+        theirs: the caller's number; empty until it has come.
+        proved: True if the caller has proved the key. Our user sets it; the caller may then stay
+            without a deadline.
+        asked: True if the caller may send one more line after its proof. Our user sets it.
+        said: bytes of the caller's next line so far.
     """
 
     connection: socket.socket
@@ -142,14 +149,14 @@ class Caller:
     said: bytearray = field(default_factory=bytearray)
 
     def conversation(self, key: bytes) -> Handshake:
-        """Return our conversation with it, if it knows ``key``."""
+        """Return the handshake with which its lines are checked against ``key``."""
         return Handshake(key, self.ours, self.theirs)
 
     def say(self, line: bytes, deadline: float) -> None:
-        """Send a line, but not beyond ``deadline``.
+        """Send a line before ``deadline`` (``time.monotonic``).
 
         Raises:
-            OSError: it has left, or takes nothing.
+            OSError: the caller has left, or does not take the line in time.
         """
         self.connection.settimeout(max(0.001, deadline - time.monotonic()))
         try:
@@ -159,13 +166,12 @@ class Caller:
 
 
 class Callers:
-    """Listening sockets and everybody who has called them; a context manager that closes all of
-    them.
+    """Listening sockets and their callers; a context manager that closes all of them.
 
     Args:
-        servers: that listen, see :func:`listen_at`.
-        most_bytes: of a line that a caller may say.
-        talk_s: for a caller to prove itself, however it spreads its bytes.
+        servers: listening sockets, see :func:`listen_at`.
+        most_bytes: largest line that a caller may send.
+        talk_s: seconds that a caller has for its proof, even if it sends byte by byte.
     """
 
     def __init__(
@@ -191,22 +197,22 @@ class Callers:
         self._selector.close()
 
     def all(self) -> list[Caller]:
-        """Return everybody who is connected, in the order of connection."""
+        """Return all connected callers, in the order of connection."""
         return list(self._callers.values())
 
     def wait(self, timeout_s: float) -> list[tuple[Caller, bytes | None]]:
-        """Return the lines that callers have sent since the last call: each may send one, as its
-        proof.
+        """Wait up to ``timeout_s`` for lines of callers, and return them.
 
-        ``None``: one that was believed has left, or says more than it may. It has been dropped, as
-        strangers are that say too much, too little in time, or come in masses.
+        A caller may send one line, its proof. ``None`` in place of a line: a caller that had proved
+        the key has left, or has sent more than it may, and was dropped. Callers without proof are
+        dropped silently if they send too much, are too late, or are too many.
         """
         found: list[tuple[Caller, bytes | None]] = []
         ready = [
             cast(socket.socket, key.fileobj)
             for key, _ in self._selector.select(max(0.0, timeout_s))
         ]
-        # Ends before arrivals: who comes again has left before.
+        # Lines and ends before new connections: a caller that comes again has left before.
         for connection in ready:
             caller = self._callers.get(connection)
             if caller is not None and (heard := self._hear(caller)):
@@ -218,14 +224,14 @@ class Callers:
         return found
 
     def let_in_no_more(self) -> None:
-        """Listen no longer; who is connected stays."""
+        """Stop listening; connected callers stay."""
         for server in self._servers:
             self._selector.unregister(server)
             server.close()
         self._servers = ()
 
     def drop(self, caller: Caller) -> None:
-        """Hang up."""
+        """Close the connection of ``caller``."""
         if self._callers.pop(caller.connection, None) is not None:
             self._selector.unregister(caller.connection)
             caller.connection.close()
@@ -240,7 +246,7 @@ class Callers:
                 if error.errno in _NO_ROOM:
                     self._make_room()
                     return
-                continue  # this one has left already
+                continue  # this caller has left already
             connection.setblocking(False)
             until = time.monotonic() + self._talk_s
             try:
@@ -259,8 +265,8 @@ class Callers:
         return (None,) if caller.proved else None
 
     def _hear(self, caller: Caller) -> tuple[bytes | None] | None:
-        """The caller's line, once it is whole; no line where it was believed and is none of us any
-        more.
+        """Return ``(line,)`` if the caller has sent a whole line, ``(None,)`` if it had proved the
+        key and was dropped, else ``None``.
         """
         try:
             heard = caller.connection.recv(self._most_bytes)
@@ -282,7 +288,9 @@ class Callers:
         return (line,)
 
     def _take_number(self, caller: Caller) -> bool:
-        """Note the caller's number, once it is whole; whether it has been."""
+        """Take the caller's number if it is whole; return True if it is. Drop a caller with a wrong
+        number.
+        """
         number, end = (
             bytes(caller.said[: _NUMBER_LINE - 1]),
             bytes(caller.said[_NUMBER_LINE - 1 : _NUMBER_LINE]),
@@ -297,8 +305,10 @@ class Callers:
         return True
 
     def _turn_out(self) -> None:
-        """Drop who is late, and of too many those without a number first, of the address that has
-        most of them.
+        """Drop callers without proof that are late or too many.
+
+        If there are too many, the address with most of them loses callers, first those without a
+        number.
         """
         now = time.monotonic()
         unproved = [caller for caller in self._callers.values() if not caller.proved]
@@ -313,14 +323,14 @@ class Callers:
             self.drop(victim)
 
     def _make_room(self) -> None:
-        """The process, or the system, has no descriptor left: strangers give theirs back."""
+        """Drop callers without proof, because there is no file descriptor left."""
         unproved = [caller for caller in self._callers.values() if not caller.proved]
         for caller in [one for one in unproved if not one.theirs] or unproved:
             self.drop(caller)
         time.sleep(_FULL_S)
 
 
-# --- who calls ------------------------------------------------------------------------------------
+# --- the caller -----------------------------------------------------------------------------------
 
 
 class Unproved(Exception):
@@ -328,11 +338,11 @@ class Unproved(Exception):
 
 
 class Call:
-    """Our end of a connection that we have made; a context manager that hangs up.
+    """A connection to a listener; a context manager that closes it.
 
     Args:
-        address: of the other end.
-        timeout_s: to connect.
+        address: the listener's host and port.
+        timeout_s: seconds to connect.
 
     Raises:
         OSError: nobody answers there.
@@ -344,7 +354,7 @@ class Call:
 
     @property
     def own_address(self) -> str:
-        """Return our address on the way to the other end."""
+        """Our own address in this connection."""
         return str(self._connection.getsockname()[0])
 
     def __enter__(self) -> Self:
@@ -357,32 +367,33 @@ class Call:
         """Exchange numbers.
 
         Raises:
-            Unproved: it sends no number.
-            OSError: it has left, or says nothing before ``deadline`` (``time.monotonic``).
+            Unproved: the other end sends no number.
+            OSError: it has left, or sends nothing before ``deadline`` (``time.monotonic``).
         """
-        # Not only once the other end's has come: another program may wait to be spoken to, and
-        # shows then what it is.
+        # Our number goes first. Another program may wait for input, and its answer shows then that
+        # it is no listener of ours.
         own = new_number()
         self.say(own + b"\n", deadline)
         line = self.line(_NUMBER_LINE, deadline)
-        if not _NUMBER.fullmatch(line) or line == own:  # which is an echo
+        if not _NUMBER.fullmatch(line) or line == own:  # the latter is an echo
             raise Unproved
         return Handshake(key, line, own)
 
     def say(self, line: bytes, deadline: float) -> None:
-        """Send a line.
+        """Send a line before ``deadline`` (``time.monotonic``).
 
         Raises:
-            OSError: the other end has left, or takes nothing.
+            OSError: the other end has left, or does not take the line in time.
         """
         self._connection.settimeout(max(0.001, deadline - time.monotonic()))
         self._connection.sendall(line)
 
     def line(self, most_bytes: int, deadline: float) -> bytes:
-        """Return the next line without its end; empty if there is none any more, or it is too long.
+        """Return the next line without its end; empty if the other end has left, or if the line has
+        ``most_bytes`` or more.
 
         Raises:
-            OSError: it is not there before ``deadline``, however slowly its bytes come.
+            OSError: the whole line has not come before ``deadline``.
         """
         while b"\n" not in self._rest:
             left = deadline - time.monotonic()

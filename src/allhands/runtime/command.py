@@ -1,6 +1,7 @@
 """Kind of this process: the command ``allhands``, one of its helpers, or a person's own program.
 
-It is imported before everything else, so it needs only what Python itself has loaded.
+This module is imported before all others, so it imports only modules that Python has loaded at its
+start.
 """
 
 from __future__ import annotations
@@ -11,23 +12,23 @@ import sys
 
 _COMMAND = "allhands"
 _AGAIN_S = 0.02
-_CALLS_A_PROGRAM = "allhands.loops.starting"  # as a module: a rank that calls a person's function
+_CALLS_A_PROGRAM = "allhands.loops.starting"  # the module of a rank that calls a person's function
 
 
 def is_command() -> bool:
-    """True if this process is a command of allhands, or one of its helpers, and no program of a
-    person's.
+    """True if this process is a command of allhands or one of its helpers, not a person's program.
 
-    A command knows whether it will compute; a program may, as soon as it has imported allhands.
+    A command knows whether it will compute. A program may compute as soon as it has imported
+    allhands.
     """
     return _module() not in (None, _CALLS_A_PROGRAM)
 
 
 def end_by_interrupt() -> None:
-    """Let Ctrl-C end the command without a traceback, until :func:`interrupt_raises`. Elsewhere it
-    changes nothing.
+    """Let Ctrl-C end the command ``allhands`` without a traceback, until :func:`interrupt_raises`.
 
-    A command that ignores Ctrl-C, as one in the background of a script does, goes on to ignore it.
+    Other processes stay as they are. A command that ignores Ctrl-C, for example in the background
+    of a script, goes on to ignore it.
     """
     if _module() == _COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -40,11 +41,10 @@ def interrupt_raises() -> None:
 
 
 def keep_interrupts() -> None:
-    """Raise ``KeyboardInterrupt`` once more where Python could only show it; to be called in the
-    main thread.
+    """Raise ``KeyboardInterrupt`` again in the main thread if Python could only print it.
 
-    A signal may be heard in a callback that cannot raise, such as that of a weak reference. Python
-    prints the exception there, and goes on as if nothing had happened.
+    A signal may arrive in a callback that cannot raise, such as that of a weak reference. Python
+    would print the exception, and go on as if nothing had happened.
     """
     before = sys.unraisablehook
 
@@ -62,8 +62,8 @@ def keep_interrupts() -> None:
 
 
 def _interrupt_main_thread() -> None:
-    """Raise ``KeyboardInterrupt`` in the main thread without a signal, which a rank would count as
-    a second one.
+    """Raise ``KeyboardInterrupt`` in the main thread without a signal; a rank would count a signal
+    as a second Ctrl-C.
     """
     import ctypes
     import threading
@@ -74,7 +74,7 @@ def _interrupt_main_thread() -> None:
 
 
 def _module() -> str | None:
-    """The module of allhands that Python runs as this process, or ``None`` if it runs something
+    """Return the module of allhands that Python runs as this process; ``None`` if it runs something
     else.
     """
     program = sys.argv[0] if sys.argv else ""

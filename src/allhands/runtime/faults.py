@@ -1,26 +1,30 @@
-"""Failures on purpose: rehearse a kill, a hang or a full disk before a long run meets one.
+"""Injected faults: rehearse a kill, a hang or a full disk before a long run meets one.
 
-``ALLHANDS_FAULTS`` names a JSON file, a list of failures to come::
+``ALLHANDS_FAULTS`` names a JSON file with a list of planned faults, a schedule::
 
     [{"rank": 1, "step": 40, "kind": "kill"},
      {"rank": 0, "step": 100, "kind": "disk-full", "at": "save", "write": 2}]
 
-Each happens once in the life of a job, over all its restarts: at the first time that the rank comes to the point
-``at`` with at least ``step`` optimizer updates done. Beforehand it is noted in ``FILE.fired/INDEX``, by the computer on
-which it happens; :func:`fired` reads these notes. Remove that directory to have them happen again.
+Each fault happens once in the life of a job, over all its restarts: at the first time that the rank
+comes to the point ``at`` with at least ``step`` optimizer updates done. Just before, its computer
+notes it in ``FILE.fired/INDEX``; :func:`fired` reads these notes. Remove that directory to let the
+faults happen again.
 
-Whoever starts a run calls :func:`check`, which refuses what cannot happen in it, and at its end :func:`outstanding`.
+The process that starts a run calls :func:`check`, which refuses faults that cannot happen in the
+run, and at the run's end :func:`outstanding`.
 
-Kinds: ``kill``, ``term`` and ``stop`` (SIGKILL, SIGTERM and SIGSTOP to itself), ``raise`` (an exception with ``text``),
-``exit`` (at once, with ``code``), ``hang`` (sleeps for ever), ``spin`` (computes for ever), ``slow`` (sleeps
-``seconds``), ``oom`` (takes memory until killed; where no memory limit is set, a MemoryError), ``nan`` (the gradient
-becomes NaN) and ``disk-full`` (a write fails).
+Kinds: ``kill``, ``term`` and ``stop`` (the rank sends itself SIGKILL, SIGTERM or SIGSTOP),
+``raise`` (an exception with ``text``), ``exit`` (at once, with ``code``), ``hang`` (sleeps for
+ever), ``spin`` (computes for ever), ``slow`` (sleeps ``seconds``), ``oom`` (takes memory until
+killed; without a memory limit, a MemoryError), ``nan`` (the gradient becomes NaN) and ``disk-full``
+(a write fails).
 
-Points: ``step`` (before its batches are waited for), ``load`` (where one is made, in another thread), ``message``
-(with ``--strategy pipeline``, before something is sent to another stage), ``reduce`` (before gradients are exchanged),
-``update``, ``round`` (with ``--sync-every``, before ranks' weights are averaged), ``validate``, and ``save``: before a
-file operation of a save, the first of it or the one numbered ``write``.
-``attempt`` restricts a failure to that start of the job (1, 2, ...).
+Points: ``step`` (before the step waits for its batches), ``load`` (where a batch is made, in
+another thread), ``message`` (with ``--strategy pipeline`` or ``fsdp``, before an exchange during
+the passes), ``reduce`` (before gradients are exchanged), ``update``, ``round`` (with
+``--sync-every``, before ranks' weights are averaged), ``validate``, and ``save`` (before a file
+operation of a save: the first, or the one numbered ``write``).
+``attempt`` restricts a fault to that start of the job (1, 2, ...).
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ FaultKind = Literal[
 ]
 Point = Literal["step", "load", "message", "reduce", "update", "round", "save", "validate"]
 
-# Where a kind happens unless told otherwise, and those that make sense at one point only.
+# Kinds that make sense at one point only, and this point.
 _ONLY_AT: dict[str, Point] = {"nan": "reduce", "disk-full": "save"}
 # Keys that belong to one kind or point.
 _BELONGS: dict[str, tuple[str, str]] = {
@@ -69,10 +73,13 @@ class PlannedFault(BaseModel):
     """One entry of a schedule.
 
     Attributes:
-        step: optimizer updates done, at least.
-        at: where it happens; unless given where its kind does.
-        write: which file operation of a save, from 1.
-        attempt: only in this start of the job; ``None`` for any.
+        step: least number of optimizer updates done.
+        at: the point; default: "step", or the only point of this kind.
+        write: number of the file operation of a save, from 1.
+        attempt: the only start of the job in which it happens; ``None``: any.
+        seconds: duration of "slow".
+        text: message of "raise".
+        code: exit code of "exit".
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -108,7 +115,13 @@ class PlannedFault(BaseModel):
 
 @dataclass(frozen=True)
 class FiredFault:
-    """A failure that has happened: which entry, when (Unix time), where."""
+    """A fault that has happened.
+
+    Attributes:
+        index: its entry in the schedule, from 0.
+        time: Unix time in seconds.
+        step: optimizer updates done.
+    """
 
     index: int
     time: float
@@ -119,18 +132,18 @@ class FiredFault:
 
 
 def inject_fault(point: Point, step: int, rank: int) -> FaultKind | None:
-    """Let the failure happen that is due here, if one is. Without a schedule it costs one look at a
-    constant.
+    """Let the fault happen that is due at this point, if there is one; without a schedule this
+    costs next to nothing.
 
     Returns:
-        the kind that is left to the caller (``"nan"``), or that has passed (``"slow"``,
-        ``"term"``); mostly ``None``.
+        The kind of the fault, if the process goes on after it: ``"nan"``, which the caller has to
+        carry out, ``"slow"``, ``"term"`` or ``"stop"``; else ``None``.
 
     Raises:
         RuntimeError: "raise" is due.
         MemoryError: "oom" is due, and nothing limits this process's memory.
         OSError: "disk-full" is due.
-        ConfigError: the schedule cannot be read.
+        ConfigError: the schedule cannot be read, or does not make sense.
     """
     schedule = _schedule()
     return None if schedule is None else schedule.inject_fault(point, step, rank)
@@ -140,22 +153,21 @@ def active() -> bool:
     """True if there is a schedule.
 
     Raises:
-        ConfigError: it cannot be read, or does not make sense.
+        ConfigError: the schedule cannot be read, or does not make sense.
     """
     return _schedule() is not None
 
 
 def check(num_ranks: int, num_steps: int | None = None) -> None:
-    """Refuse a schedule with failures that cannot happen in this run; to be called before anything
-    starts.
+    """Refuse a schedule with faults that cannot happen in this run; call it before a run starts.
 
     Args:
-        num_ranks: of the run, when everybody takes part.
+        num_ranks: number of ranks at the start of the run.
         num_steps: optimizer updates in all; ``None``: not known yet.
 
     Raises:
-        ConfigError: it cannot be read, does not make sense, names a rank or a step that the run
-            does not have, or beside it lie the notes of another schedule.
+        ConfigError: the schedule cannot be read, does not make sense, or names a rank or a step
+            that the run does not have; or the notes beside it belong to another schedule.
     """
     path = _path()
     if path is None:
@@ -186,8 +198,8 @@ def check(num_ranks: int, num_steps: int | None = None) -> None:
 
 
 def already_fired() -> str | None:
-    """Say in a line, at the start of a run, which failures have happened before and will not again;
-    ``None``: none.
+    """Return a line for the start of a run, about faults that have happened before and will not
+    happen again; ``None`` if there are none.
 
     Raises:
         ConfigError: the schedule cannot be read, or does not make sense.
@@ -204,11 +216,11 @@ def already_fired() -> str | None:
 
 
 def outstanding(ranks: Collection[int] | None = None) -> str | None:
-    """Say in a line, at the end of a run, which failures have not happened; ``None``: all have, or
-    none was planned.
+    """Return a line for the end of a run, about planned faults that have not happened; ``None`` if
+    there are none.
 
     Args:
-        ranks: those on this computer, for others note elsewhere what happens; ``None``: all.
+        ranks: the ranks on this computer, because the notes of others are elsewhere; ``None``: all.
 
     Raises:
         ConfigError: the schedule cannot be read, or does not make sense.
@@ -227,10 +239,10 @@ def outstanding(ranks: Collection[int] | None = None) -> str | None:
 
 
 def read_schedule(path: Path) -> tuple[PlannedFault, ...]:
-    """Return the failures that a file plans.
+    """Return the faults that a file plans.
 
     Raises:
-        ConfigError: it cannot be read, or does not make sense.
+        ConfigError: the file cannot be read, or does not make sense.
     """
     try:
         return tuple(
@@ -251,10 +263,10 @@ def read_schedule(path: Path) -> tuple[PlannedFault, ...]:
 
 
 def fired(path: Path) -> list[FiredFault]:
-    """Return the failures of the schedule at ``path`` that have happened, in that order."""
+    """Return the faults of the schedule at ``path`` that have happened, in the order of time."""
     found: list[FiredFault] = []
     for note in _notes(path).glob("*"):
-        with suppress(ValueError, TypeError):  # its writer was killed over it
+        with suppress(ValueError, TypeError):  # the process was killed while it wrote this note
             found.append(
                 FiredFault(index=int(note.name), **json.loads(note.read_text(encoding="utf-8")))
             )
@@ -262,7 +274,7 @@ def fired(path: Path) -> list[FiredFault]:
 
 
 class _Schedule:
-    """The planned failures, and how often this process came to where it is now."""
+    """The planned faults, and the number of calls at each point within the present step."""
 
     def __init__(self, path: Path, attempt: int) -> None:
         self._path = path
@@ -274,7 +286,7 @@ class _Schedule:
         self._here: dict[str, tuple[int, int]] = {}
 
     def inject_fault(self, point: Point, step: int, rank: int) -> FaultKind | None:
-        # Points are reached by one thread each.
+        # No locks are needed: each point belongs to one thread.
         last, calls = self._here.get(point, (step, 0))
         calls = calls + 1 if last == step else 1
         self._here[point] = (step, calls)
@@ -289,7 +301,7 @@ class _Schedule:
         return None
 
     def _claim(self, index: int, fault: PlannedFault, step: int) -> bool:
-        """Note that it happens now; false if it has happened before."""
+        """Note that the fault happens now; return False if it has happened before."""
         note = _notes(self._path) / str(index)
         note.parent.mkdir(exist_ok=True)
         facts = {
@@ -312,7 +324,7 @@ _SCHEDULE = TypeAdapter(list[PlannedFault])
 
 @cache
 def _schedule() -> _Schedule | None:
-    """The schedule of this process's environment, read once."""
+    """Return the schedule that the environment of this process names; it is read once."""
     path = _path()
     if path is None:
         return None
@@ -339,7 +351,7 @@ def _wrong(path: Path, problem: str) -> ConfigError:
     )
 
 
-# --- what happens ---------------------------------------------------------------------------------
+# --- the faults -----------------------------------------------------------------------------------
 
 
 def _act(fault: PlannedFault) -> FaultKind | None:
@@ -369,9 +381,12 @@ def _act(fault: PlannedFault) -> FaultKind | None:
 
 
 def _exhaust_memory(limit: int | None) -> None:
-    """Take memory until the kernel kills this process; ``limit`` bytes are enough for that, with
-    swap twice as many.
+    """Take memory until the kernel kills this process: twice its ``limit`` of bytes, because there
+    may be swap.
+
+    Raises:
+        MemoryError: there is no limit, or the kernel did not kill the process.
     """
-    # Written to, because a page of zeros takes no memory.
+    # Filled with ones, because a page of zeros takes no memory.
     held = [b"\1" * _CHUNK_BYTES for _ in range(2 * (limit or 0) // _CHUNK_BYTES)]
     raise MemoryError(f"out of memory on purpose, with {len(held) * _CHUNK_BYTES} bytes taken")

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs, counted without MLX: who only has to choose or to check need not load it."""
+"""Number of NVIDIA GPUs, without MLX: checks and choices of options need not load it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import subprocess
 
 
 def nvidia_gpus() -> int:
-    """NVIDIA GPUs visible to this process."""
+    """Return the number of NVIDIA GPUs that this process may use: the entries of
+    ``CUDA_VISIBLE_DEVICES``, or the GPUs that nvidia-smi lists.
+    """
     program = shutil.which("nvidia-smi")
     if not program:
         return 0

@@ -1,9 +1,9 @@
 """Rules for requests to an HTTP server of allhands: accepted names, web pages and tokens.
 
-Any web page in a browser of this computer can send requests to the servers on it: under their own
-address, which makes the browser name the page's origin, or under a name of the page's own that
-points here (DNS rebinding). Both are refused before anything else is looked at. Other computers
-need a token.
+Any web page in a browser of this computer can send requests to the computer's servers. If the page
+uses a server's own address, the browser names the page's origin. Or the page uses a host name of
+its own that points to this computer (DNS rebinding). Both requests are refused before anything else
+is looked at. Requests from other computers need a token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SETTINGS = PortSettings(
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a request is not answered: HTTP status, one sentence, and a word for programs."""
+    """The reason to refuse a request: HTTP status, one sentence, and a code for programs."""
 
     status: int
     message: str
@@ -42,13 +42,14 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Guard:
-    """Looks at the head of each request.
+    """Check of the headers of each request.
 
     Attributes:
-        hosts: names and addresses under which the server may be asked for, besides those of this
-            computer alone.
-        origins: web pages elsewhere that may ask, as :func:`origin_of` writes them; "*" is all.
-        token: that who asks must know; ``None``: none, because only this computer reaches it.
+        hosts: accepted names and addresses of the server, besides localhost and loopback addresses.
+        origins: origins of other web pages that may send requests, as :func:`origin_of` returns
+            them; "*": all pages.
+        token: the token that a request must have; ``None``: none, because only this computer
+            reaches the server.
     """
 
     hosts: frozenset[str] = frozenset()
@@ -74,7 +75,7 @@ class Guard:
         if len(origins) > 1 or (origins and not self.admits(origins[0], hosts[0])):
             told = f"pages of {origins[0][:100]!r} may not send requests: start the server with --allow-origin to allow them"
             return Refusal(403, told, "origin_not_allowed")
-        # Browsers name no origin where a page loads pictures and scripts.
+        # If a page loads pictures or scripts, browsers name no origin.
         if not (origins or "*" in self.origins) and _is_for_other_site(method, found):
             return Refusal(403, "pages of other sites may not send requests", "origin_not_allowed")
         return None
@@ -86,23 +87,26 @@ class Guard:
         return self.token is None or (kind.lower() == "bearer" and self.is_token(value.strip()))
 
     def is_token(self, given: str) -> bool:
-        """Compare in constant time; as bytes, because visitors may send anything."""
+        """True if ``given`` is the token; compared in constant time.
+
+        Compared as bytes, because visitors may send any characters.
+        """
         wanted = (self.token or "").encode()
         return self.token is not None and hmac.compare_digest(
             given.encode("utf-8", "surrogatepass"), wanted
         )
 
     def admits(self, origin: str, host: str) -> bool:
-        """True if pages of ``origin`` may ask: those of the server itself, and those it was told
-        of.
+        """True if pages of ``origin`` may send requests: pages of the server itself, whose Host
+        header is ``host``, and pages of :attr:`origins`.
         """
         scheme, _, place = origin.lower().partition("://")
         own = scheme in _PORTS and place == host.lower()
         return own or "*" in self.origins or origin.lower() in self.origins
 
     def shared_with(self, headers: Iterable[tuple[str, str]]) -> dict[str, str]:
-        """Return the headers by which a browser lets a page elsewhere read the answer, and send
-        such requests.
+        """Return the response headers (CORS) by which a browser lets pages of :attr:`origins` read
+        the answer.
         """
         found = _by_name(headers)
         origin = next(iter(found.get("origin", [])), "")
@@ -154,7 +158,7 @@ def origin_of(text: str) -> str:
 
 
 def _is_for_other_site(method: str, headers: dict[str, list[str]]) -> bool:
-    """True if a page of another site loads something; a link that somebody follows is no page's."""
+    """True if a page of another site sends the request, unless a person follows a link."""
     site, mode = headers.get("sec-fetch-site", [""])[0], headers.get("sec-fetch-mode", [""])[0]
     return site in ("cross-site", "same-site") and not (mode == "navigate" and method in _SAFE)
 
@@ -167,7 +171,7 @@ def _by_name(headers: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def _host_name(header: str) -> str | None:
-    """The name in a Host header, as ``_normal`` writes it; ``None`` if it is none."""
+    """Return the name in a Host header, as ``_normal`` writes it; ``None`` if it is invalid."""
     found = _HOST.fullmatch(header)
     return _normal(found[1]) if found else None
 
@@ -190,16 +194,17 @@ def _is_loopback(address: str) -> bool:
     )
 
 
-# --- where it listens -----------------------------------------------------------------------------
+# --- listening ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Listening:
-    """A socket that listens, the address under which others find it, and who may ask there.
+    """A socket that listens, its URL, and the check of its requests.
 
     Attributes:
-        is_open: whether other computers reach it.
-        made: the token was made here, so that it must be told.
+        address: URL of the server, without a path.
+        is_open: True if other computers can reach it.
+        made: True if the token was made here, so that the person must be told.
     """
 
     listener: socket.socket
@@ -217,10 +222,15 @@ def listen(
     names: Iterable[str] = (),
     origins: Iterable[str] = (),
 ) -> Listening:
-    """Take an address; where others than this computer reach it, without ``token`` one is made.
+    """Listen at an address. If other computers can reach it and there is no ``token``, make one.
+
+    Args:
+        port: 0: any that is free.
+        names: further accepted names of the server.
+        origins: origins of other web pages that may send requests, separated by commas.
 
     Raises:
-        ConfigError: the address cannot be had, or ``token`` or one of ``origins`` is none.
+        ConfigError: nothing can listen at the address, or ``token`` or an origin is invalid.
     """
     allowed = frozenset(
         origin_of(one.strip()) for given in origins for one in given.split(",") if one.strip()
@@ -252,7 +262,7 @@ def _check_token(token: str) -> None:
 
 
 def _addresses() -> list[str]:
-    """This computer's, those first under which others know it; its name if it has none."""
+    """Return this computer's addresses without loopback, IPv4 first, and its name."""
     import psutil
 
     families = (socket.AF_INET, socket.AF_INET6)

@@ -1,19 +1,18 @@
-"""Keep the kernels that MLX compiles while it runs where no other user and no torn file can harm
-them.
+"""Safe directories for the kernels that MLX compiles while it runs.
 
 MLX's CPU back-end compiles kernels with ``g++``, and its CUDA back-end with NVRTC, into
-``<temporary directory>/mlx/<version>/cpu`` and ``.../ptx``, and loads whatever lies there under a
-kernel's name. In ``/tmp`` another user can put code there first. A file that was cut short, by a
-power cut for instance, kills every later process with SIGBUS, and ranks that share the directory
-may open each other's unfinished files.
+``<temporary directory>/mlx/<version>/cpu`` and ``.../ptx``, and loads any file there that has a
+kernel's name. In ``/tmp`` another user can put code there first. A torn file, cut short by a power
+cut for instance, kills every later process with SIGBUS, and ranks that share the directory may open
+each other's unfinished files.
 
-So a rank gets a temporary directory of its own, filled with the whole kernels of a cache in the
-user's home, to which its new kernels are copied in turn (:func:`publish`). A process without a
-supervisor uses that cache itself.
+So a rank gets a temporary directory of its own. It is filled with the whole kernels of a cache in
+the user's home, and :func:`publish` copies the rank's new kernels to the cache. A process without a
+supervisor uses the cache itself.
 
 MLX looks at TMPDIR, TMP, TEMP and TEMPDIR, in this order (libstdc++). Python and compilers do not
-read TEMPDIR: only MLX follows it. Nothing here may import MLX, and nothing here may stop a program:
-what fails is left undone.
+read TEMPDIR: only MLX follows it. Nothing here may import MLX, and no failure here may stop a
+program.
 """
 
 from __future__ import annotations
@@ -38,33 +37,33 @@ _CHOICES = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # in the order of libstdc++
 _KINDS = {
     "cpu": ".so",
     "ptx": ".ptx",
-}  # a directory of MLX's, and how the file ends that it looks for
+}  # MLX's directory for a kind of kernels, and the suffix of the files that it loads
 _DRAFT = ".draft-"
-# How MLX hands kernels to an NVIDIA GPU: each at once instead of graphs of a hundred, whose making
-# takes the host longer than their kernels take the GPU. Measured in training.
+# MLX's environment variables for launching each kernel on an NVIDIA GPU at once. In training the
+# host needs more time to make graphs of a hundred kernels than the GPU needs to run them.
 _DIRECTLY = {
     "MLX_USE_CUDA_GRAPHS": "0",
-    # One operation after what it needs: MLX's own order computes up to twenty things side by side,
-    # and what is computed again for the backward pass long before it is used.
+    # Depth first. MLX's own order computes up to twenty operations side by side, and recomputes
+    # activations for the backward pass long before they are used.
     "MLX_BFS_MAX_WIDTH": "1",
-    # Plans of attention, one for each shape; MLX ends a process that has made more than twice as
-    # many, over all of its life, as it keeps.
+    # Number of attention plans that are kept, one for each shape. MLX ends a process that makes
+    # more than twice as many plans in its whole life, unless this check is off.
     "MLX_CUDA_SDPA_CACHE_SIZE": "1024",
     "MLX_CUDA_SDPA_BACKWARD_CACHE_SIZE": "1024",
     "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
 }
-# After so many operations MLX frees what they no longer need, and compares the memory with its limit.
-# The second is for a model that hardly fits: a step takes up to 5 % longer (benchmarks/gpu.py,
-# pipeline_gpu.py), and of blocks of a 70B model some gigabytes less are held. The third is for a
-# limit just above what a step needs, which it keeps (benchmarks/gpu_sharded.py: 13b).
+# Number of operations after which MLX frees arrays and compares the memory with its limit. The
+# second is for a model that hardly fits: a step takes up to 5 % longer (benchmarks/gpu.py,
+# pipeline_gpu.py), and blocks of a 70B model hold some gigabytes less. The third is for a limit
+# just above the need of a step, so that MLX keeps it (benchmarks/gpu_sharded.py: 13b).
 FREED_AFTER, FREED_OFTEN, FREED_AT_ONCE = 28, 14, 5
-switched_off: set[str] = set()  # what MLX is known to have read as such in this process
-_QUIET_S = 1.0  # a file that has not been written to for so long is not being written
-_TORN_S = 60.0  # the same, before a file in a directory that is not ours alone is removed
-_FINISHED = 0o400  # the mode of what has been in the cache or in a rank's copy of it, and is not written to again
-_LITTER_S = 3600.0  # what a killed compiler or copy left behind
-_MAX_FILES, _MAX_BYTES = 4096, 256 << 20  # of the cache, all versions together
-_SEEDS, _SEED_BYTES = 512, 64 << 20  # of a rank's directory: the newest, in memory where /tmp is
+switched_off: set[str] = set()  # variables that MLX has surely read as "0" in this process
+_QUIET_S = 1.0  # age of a file's last write from which on nobody is writing it any more
+_TORN_S = 60.0  # the same for torn files in a directory that is not ours alone
+_FINISHED = 0o400  # mode of kernels from the cache or copied to it: they are not written to again
+_LITTER_S = 3600.0  # age of a draft that a killed compiler or copy has left
+_MAX_FILES, _MAX_BYTES = 4096, 256 << 20  # limits of the cache, all versions together
+_SEEDS, _SEED_BYTES = 512, 64 << 20  # limits of a rank's directory, because /tmp may be in memory
 _TRIM_AGAIN_S = 86400.0
 
 # ELF: <elf.h>, little-endian, 64 bits: the only one for which MLX has wheels.
@@ -75,33 +74,34 @@ _STRING_TABLE = struct.pack("<I", 3)
 
 @cache
 def prepare_process() -> None:
-    """:func:`prepare` this process, once: when a command, a rank or a training begins."""
+    """Call :func:`prepare` for this process, once: when a command, a rank or a training begins."""
     prepare(os.environ)
 
 
 def prepare(environ: MutableMapping[str, str]) -> None:
     """Lead MLX, which must not be loaded yet, to a directory of kernels that is safe to use.
 
-    In a rank under our supervisor TMPDIR becomes ``tmp-<rank>`` in the private directory of the
-    attempt, with the kernels of the user's cache in it. Elsewhere TEMPDIR becomes that cache,
-    unless the person has chosen a directory by one of MLX's four variables: from that one only torn
-    kernels of this user are removed. Takes a few milliseconds, never raises, and changes nothing
-    where it cannot help, as on macOS, with a home that cannot be written, or where files must not
-    be executed.
+    In a rank under our supervisor, TMPDIR becomes ``tmp-<rank>`` in the private directory of the
+    attempt, with the kernels of the user's cache in it. In other processes TEMPDIR becomes the
+    cache. If the person has chosen a directory by one of MLX's four variables, it stays, and only
+    this user's torn kernels are removed from it.
+
+    Takes a few milliseconds and never raises. Changes nothing on macOS, if the home cannot be
+    written, or if files there must not be executed.
     """
     if sys.platform != "linux":
         return
-    with suppress(Exception):  # whatever is odd about this computer must not stop an import
+    with suppress(Exception):  # nothing odd about this computer may stop an import
         if not _prepare_rank(environ):
             _prepare_user(environ)
 
 
 def publish(environ: Mapping[str, str]) -> int:
-    """Copy the whole new kernels of this rank into the user's cache; return how many.
+    """Copy the whole new kernels of this rank into the user's cache; return their number.
 
-    Each is there whole or not at all, whatever other processes do. Without new kernels it takes
-    well under a millisecond; with one it waits for the disk, so a thread that must not wait should
-    not call it. Never raises.
+    A kernel is in the cache whole or not at all, whatever other processes do. Without new kernels
+    the call takes well under a millisecond. Otherwise it waits for the disk, so a thread that must
+    not wait should not make it. Never raises.
     """
     copied = 0
     with suppress(Exception):
@@ -121,8 +121,8 @@ def publish(environ: Mapping[str, str]) -> int:
 def _publish_kind(source: Path, target: Path) -> int:
     known, copied = set(_names(target)), 0
     for path in (source / name for name in _names(source) if name not in known):
-        # One that went from the cache for its age is not brought back. A torn one may still be
-        # being written, and one that a killed process has left goes away with the attempt.
+        # Not a kernel that came from the cache and was removed there for its age. Not a torn one:
+        # it may still be being written, and its directory is removed with the attempt.
         status = path.stat()
         if _is_finished(status) or _age(status) < _QUIET_S or not _whole(path):
             continue
@@ -134,7 +134,7 @@ def _publish_kind(source: Path, target: Path) -> int:
 
 
 def _prepare_rank(environ: MutableMapping[str, str]) -> bool:
-    """Give a rank its own directory; whether it has one now."""
+    """Give a rank its own directory; return True if it has one now."""
     private = _rank_directory(environ)
     if private is None:
         return False
@@ -171,7 +171,7 @@ def _prepare_user(environ: MutableMapping[str, str]) -> None:
     )
     if not any(name in environ for name in _CHOICES[:-1]):
         cache = _cache(environ, version)
-        # A parent process may have chosen for us, and for another MLX.
+        # A parent process of ours may have set TEMPDIR, for another MLX.
         if cache is not None and ("TEMPDIR" not in environ or base.parent == cache.parent):
             base, quiet_s = cache, _QUIET_S
             environ["TEMPDIR"] = str(cache)
@@ -199,13 +199,13 @@ def _seed(source: Path, target: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    # What NVRTC makes is written in place by MLX: a link would let that be seen half-way.
+    # MLX writes NVRTC's files in place: through a link others would see them unfinished.
     if source.suffix == ".so":
         try:
             os.link(source, target, follow_symlinks=False)
         except FileExistsError:
             return
-        except OSError:  # another file system, or one without links
+        except OSError:  # on another file system, or without hard links
             pass
         else:
             return
@@ -213,7 +213,11 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """``target`` becomes a copy of ``source`` that survives a power cut, or nothing happens."""
+    """Make ``target`` a copy of ``source`` that survives a power cut.
+
+    Raises:
+        OSError: it cannot be written; ``target`` is unchanged.
+    """
     draft = target.parent / f"{_DRAFT}{os.urandom(8).hex()}"
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -227,7 +231,7 @@ def _copy(source: Path, target: Path) -> None:
         draft.unlink(missing_ok=True)
 
 
-# --- what is there --------------------------------------------------------------------------------
+# --- kernels in a directory -----------------------------------------------------------------------
 
 
 def _kernels(base: Path, version: str, kind: str) -> Path:
@@ -235,7 +239,7 @@ def _kernels(base: Path, version: str, kind: str) -> Path:
 
 
 def _names(directory: Path) -> Iterator[str]:
-    """The finished kernels by MLX's own word: it compiles under another name, at least on the CPU."""
+    """Yield the names of kernels; on the CPU MLX uses another name until a kernel is finished."""
     ending = _KINDS[directory.name]
     with suppress(OSError):
         for name in os.listdir(directory):
@@ -244,8 +248,9 @@ def _names(directory: Path) -> Iterator[str]:
 
 
 def _whole_kernels(directory: Path, quiet_s: float) -> Iterator[tuple[Path, os.stat_result]]:
-    """This user's whole kernels; the torn ones, not written to for ``quiet_s`` seconds, are removed
-    on the way.
+    """Yield this user's whole kernels, and remove torn ones on the way.
+
+    Kernels that were written to in the last ``quiet_s`` seconds are left out.
     """
     for name in _names(directory):
         with suppress(OSError):
@@ -261,7 +266,7 @@ def _whole_kernels(directory: Path, quiet_s: float) -> Iterator[tuple[Path, os.s
 
 
 def _parts(path: Path) -> tuple[Path, ...]:
-    """The files of a kernel; the one that MLX looks for is the last."""
+    """Return the files of a kernel; the last is the one that MLX looks for."""
     return (path,) if path.suffix == ".so" else (path.with_suffix(".txt"), path)
 
 
@@ -272,11 +277,11 @@ def _is_finished(status: os.stat_result) -> bool:
 def _age(status: os.stat_result) -> float:
     return abs(
         time.time() - status.st_mtime
-    )  # a clock that was set back makes no file unfinished for ever
+    )  # a clock that was set back must not make a file new for ever
 
 
 def _whole(path: Path) -> bool:
-    """True if a kernel's files have their ends; False, too, if they cannot be read."""
+    """True if no file of a kernel is torn; False, too, if a file cannot be read."""
     try:
         with path.open("rb") as file:
             whole = (
@@ -290,15 +295,15 @@ def _whole(path: Path) -> bool:
 
 
 def _is_whole_elf(descriptor: int) -> bool:
-    """True if the tables of segments and of sections, which stand after all contents, lie within
-    the file.
+    """True if an ELF file is whole: the tables of segments and sections, the last parts of the
+    file, lie within it.
     """
     size = os.fstat(descriptor).st_size
     start = os.pread(descriptor, 4096, 0)
     if not start.startswith(_ELF64):
         return start.startswith(b"\x7fELF") and len(start) > len(
             _ELF64
-        )  # of a kind that cannot be judged here
+        )  # another kind of ELF, which cannot be judged here
     fields = _HEADER.unpack_from(start)
     segments, sections, segment_bytes, count, section_bytes, number, names = (
         *fields[5:7],
@@ -306,15 +311,15 @@ def _is_whole_elf(descriptor: int) -> bool:
     )
     if sections + number * section_bytes > size or segments + count * segment_bytes > size:
         return False
-    # Where the length was kept and the contents were not, this is zero.
+    # After a power cut a file may have its length but not its contents: then this is zero.
     return (
         not number or os.pread(descriptor, 4, sections + names * section_bytes + 4) == _STRING_TABLE
     )
 
 
 def _is_whole_program(descriptor: int) -> bool:
-    """True if a program for the GPU, machine code in ELF or text that ends with a function's brace,
-    is whole.
+    """True if a program for the GPU is whole: machine code in ELF, or text that ends with a
+    function's brace.
     """
     if os.pread(descriptor, 4, 0) == _ELF64[:4]:
         return _is_whole_elf(descriptor)
@@ -326,8 +331,8 @@ def _is_whole_program(descriptor: int) -> bool:
 
 
 def _cache(environ: Mapping[str, str], version: str) -> Path | None:
-    """The directory of the user's kernels for this MLX on this computer, made if need be; None
-    without a safe one.
+    """Return the user's kernel directory for this MLX on this computer, made if need be; ``None``
+    if there is no safe directory.
     """
     with suppress(OSError, RuntimeError):  # RuntimeError: there is no home
         chosen = environ.get("ALLHANDS_KERNEL_CACHE")
@@ -346,11 +351,11 @@ def _cache(environ: Mapping[str, str], version: str) -> Path | None:
 
 
 def _machine(environ: Mapping[str, str]) -> str:
-    """A name for what kernels depend on: a home may be shared by computers whose kernels do not fit
-    each other.
+    """Return a name for the properties of this computer on which kernels depend; computers with
+    different properties may share a home.
 
-    MLX compiles for the processor's basic instruction set, so of that only the family counts;
-    further the C library, the compiler, and for CUDA the driver and the models of the GPUs.
+    These are the processor's family (MLX compiles for the basic instruction set), the C library,
+    the compiler, and for CUDA the driver and the models of the GPUs.
     """
     identity = [
         os.uname().machine,
@@ -367,8 +372,8 @@ def _machine(environ: Mapping[str, str]) -> str:
 
 
 def _mlx_version() -> str | None:
-    """MLX's version as it stands in its paths, read off the installation: importlib.metadata takes
-    far longer.
+    """Return MLX's version as in its paths, from the names in site-packages; importlib.metadata
+    would take far longer.
     """
     spec = importlib.util.find_spec("mlx")
     for package in (spec.submodule_search_locations or ()) if spec else ():
@@ -380,7 +385,7 @@ def _mlx_version() -> str | None:
 
 
 def _is_ours(path: Path) -> bool:
-    """True if it is a directory of this user that nobody else can write to."""
+    """True if ``path`` is a directory of this user that nobody else can write to."""
     with suppress(OSError):
         status = os.lstat(path)
         return (
@@ -392,20 +397,18 @@ def _is_ours(path: Path) -> bool:
 
 
 def _is_open_to_all(path: Path) -> bool:
-    """True if anybody could put another directory into the place of one in it."""
+    """True if any user could replace a directory in ``path``."""
     mode = os.stat(path).st_mode
     return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
 def _is_plain(path: Path) -> bool:
-    """True if the path means the same from every directory and in double quotes, as MLX hands it to
-    a shell.
-    """
+    """True if the path is absolute and safe in double quotes, in which MLX gives it to a shell."""
     return path.is_absolute() and not set(str(path)) & set('"$`\\!\n')
 
 
 def _is_usable(path: Path) -> bool:
-    """True if MLX can write there, and load from there what it has compiled."""
+    """True if MLX can write to ``path``, and load compiled code from there."""
     return (
         _is_plain(path) and os.access(path, os.W_OK) and not os.statvfs(path).f_flag & os.ST_NOEXEC
     )
@@ -421,7 +424,7 @@ def _trim_daily(root: Path) -> None:
 
 
 def _trim(root: Path) -> None:
-    """Remove what was left unfinished, then the oldest until the cache is within its bounds."""
+    """Remove abandoned drafts, then the oldest kernels until the cache is within its limits."""
     files: list[tuple[float, int, Path]] = []
     for folder, _, names in os.walk(root):
         for path in (Path(folder, name) for name in names):
@@ -439,7 +442,7 @@ def _trim(root: Path) -> None:
         with suppress(OSError):
             path.with_suffix(".ptx").unlink(
                 missing_ok=True
-            )  # first: it is of no use without its list of names
+            )  # first, because it is of no use without its list of names
             path.unlink(missing_ok=True)
         count, size = count - 1, size - length
 
@@ -451,21 +454,20 @@ def launch_directly(
     deterministic: bool = False,
     freed_after: int = FREED_AFTER,
 ) -> bool:
-    """Have MLX's CUDA back-end launch kernels as training wants it, unless a person has said
-    otherwise.
+    """Set MLX's environment variables for launching kernels on NVIDIA GPUs as training needs it.
 
-    MLX asks once, when it computes for the first time. Elsewhere it would change how Metal's
-    commands are cut.
+    Variables that a person has set stay as they are. MLX reads them once, when it computes for the
+    first time. Nothing is done outside Linux, because one of them changes Metal's command buffers.
 
     Args:
-        untouched: whether MLX has not computed anything in this process yet.
-        deterministic: whether all sums are to be made in the same order every time. cuDNN adds up
-            the gradient of attention as its parts come; everything else in the training of dense
-            models has an order.
+        untouched: True if MLX has not computed anything in this process yet.
+        deterministic: True if all sums must be made in the same order every time. Then attention
+            without cuDNN is used: cuDNN adds up its gradient in any order. All other operations in
+            the training of dense models have a fixed order.
         freed_after: number of operations after which memory is freed.
 
     Returns:
-        Whether MLX will do as ``deterministic`` says, or does already.
+        True if MLX's sums will have a fixed order, or if ``deterministic`` is false.
     """
     if sys.platform != "linux":
         return True
@@ -482,7 +484,7 @@ def launch_directly(
 
 
 def environ_at_start() -> dict[str, str]:
-    """This process's variables as it was started with them."""
+    """Return the environment variables with which this process was started; none if unknown."""
     try:
         pairs = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
     except OSError:
@@ -491,7 +493,7 @@ def environ_at_start() -> dict[str, str]:
 
 
 def launches_directly() -> bool:
-    """True if kernels on an NVIDIA GPU are known to run in the order of their launching, none
-    beside another.
+    """True if kernels on an NVIDIA GPU surely run one after the other, in the order of their
+    launches.
     """
     return "MLX_USE_CUDA_GRAPHS" in switched_off

@@ -1,4 +1,4 @@
-"""The memory of this process so far: what the system says, and MLX where it is loaded."""
+"""Memory use of this process, from the system and from MLX, and limits on it."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ def peak_rss_bytes() -> int:
 
 
 class MlxPeak:
-    """The most bytes of arrays at once, of the process and of parts of its time: MLX itself has one
-    counter.
+    """Peak bytes of MLX's arrays, of the whole process and since the last :meth:`begin`.
 
-    To be asked only once MLX has been used.
+    MLX itself has one counter only. Use this after MLX has been loaded.
     """
 
     def __init__(self) -> None:
         self._before = 0
 
     def begin(self) -> None:
-        """A part of the time begins."""
+        """Begin a new part of the process's time."""
         self._before = self.whole()
         _mlx().reset_peak_memory()
 
     def part(self) -> int:
-        """Since the part began."""
+        """Return the peak bytes since the part began."""
         return int(_mlx().get_peak_memory())
 
     def whole(self) -> int:
-        """Since the process began."""
+        """Return the peak bytes since the process began."""
         return max(self._before, self.part())
 
 
@@ -52,18 +51,16 @@ MLX_PEAK = MlxPeak()
 
 
 def limit_cache(threshold: int) -> None:
-    """Give what MLX keeps for later arrays back to the system if it is more than ``threshold``
-    bytes; 0: never.
-    """
+    """Clear MLX's cache of freed buffers if it has more than ``threshold`` bytes; 0: never."""
     if threshold and _mlx().get_cache_memory() > threshold:
         _mlx().clear_cache()
 
 
 def mlx_memory() -> dict[str, int]:
-    """Active, cached and peak bytes, as a sample names them; to be asked only once MLX has been
-    used.
+    """Return MLX's active, cached and peak bytes, by the names of a sample's fields; empty if MLX
+    is not loaded.
 
-    MLX's allocator answers from its counters, in any thread.
+    Any thread may call this: MLX only reads its counters.
     """
     mx: Any = sys.modules.get("mlx.core")
     if mx is None:
@@ -78,7 +75,9 @@ def mlx_memory() -> dict[str, int]:
 def memory_limit(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> int | None:
-    """Bytes that Linux lets this process's control group have, if less than the computer has."""
+    """Return the memory limit of this process's control group in bytes; ``None`` if there is none
+    below the computer's memory.
+    """
     if sys.platform != "linux":
         return None
     try:
@@ -98,7 +97,7 @@ def memory_limit(
 
 
 def _limits(root: Path, group: str, name: str) -> list[int]:
-    """The limits of a control group and of those that it is part of."""
+    """Return the limits of a control group and of the groups above it."""
     place = root / group.lstrip("/")
     files = [folder / name for folder in (place, *place.parents) if folder.is_relative_to(root)]
     texts = [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]

@@ -1,9 +1,9 @@
-"""Why a port cannot be listened at, or not be connected to: in words that are true for the error
-that the system gave.
+"""Error messages for ports: why a program cannot listen there, or cannot connect.
 
-"In use" is said of a port that is in use, with who uses it where that can be seen; a firewall is
-suspected where nobody answers or somebody forbids it, and never where a connection is refused:
-there nobody listens yet.
+Each message is true for the system's error. "Listens there already" is said only of a port in use,
+with the program that uses it, if it can be seen. A firewall is suspected if nobody answers or the
+system forbids the connection. It is never suspected of a refused connection: there nobody listens
+yet.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class PortTrouble:
 
 @dataclass(frozen=True)
 class PortSettings:
-    """The options by which a person says where to listen, as hints have it.
+    """Words of hints for the options with which a person chooses where to listen.
 
     Attributes:
-        port: chooses another port, for example ``"--port, or 0 for any free one"``.
-        address: chooses another address.
+        port: another port, for example ``"another --port, or 0 for any free one"``.
+        address: another address.
     """
 
     port: str = "another port"
@@ -51,10 +51,11 @@ class PortSettings:
 def cannot_listen(
     error: Exception, address: str, port: int, settings: PortSettings | None = None
 ) -> PortTrouble:
-    """Return the error of listening at ``port`` of ``address``; port 0 is any that is free.
+    """Return the reason why a program cannot listen at ``port`` of ``address``, and a remedy.
 
     Args:
-        error: what binding the port, or looking for the address, has raised.
+        error: the exception of binding the port, or of looking up the address.
+        port: 0 is any port that is free.
     """
     given, words = settings or PortSettings(), _words(error)
     number = getattr(error, "errno", None)
@@ -102,8 +103,8 @@ def cannot_listen(
 
 
 def user_of(port: int) -> str | None:
-    """Return the program that listens at a TCP port here, ``"python3 (process 123)"``, as far as
-    one may see it.
+    """Return the program that listens at a TCP port here, as ``"python3 (process 123)"``; ``None``
+    if it cannot be seen.
     """
     import psutil
 
@@ -140,8 +141,9 @@ def _words(error: Exception) -> str:
 
 
 def kind_of(error: OSError) -> Kind:
-    """Return the fate of a connection: only ``"refused"`` says that the computer is there and
-    nobody listens.
+    """Return the kind of a failed connection.
+
+    Only ``"refused"`` shows that the computer is there and nobody listens at the port.
     """
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
         return "dropped"
@@ -153,12 +155,12 @@ def kind_of(error: OSError) -> Kind:
 
 
 def is_blocked(kind: Kind) -> bool:
-    """True if something may be in the way: more than that nobody listens yet."""
+    """True if a firewall or the network may be in the way; False if just nobody listens yet."""
     return kind in ("dropped", "rejected", "forbidden")
 
 
 def fate_of(error: OSError) -> str:
-    """Return the fate of connections that fail like this: the end of a sentence about them."""
+    """Return what happens to connections with this error, as the end of a sentence about them."""
     match kind_of(error):
         case "dropped":
             return (

@@ -1,4 +1,4 @@
-"""The way in which a share of a batch is cut into micro-batches and padded on a device."""
+"""Rules by which a share of a batch is cut into micro-batches and padded on a device."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Lengths that compiled steps may have. 48 keep padding under 3 % on real chats, for some hundred
-# compiled shapes.
+# Number of lengths that compiled steps may have. 48 lengths keep padding under 3 % on real chats,
+# and make some hundred compiled shapes.
 NUM_RUNGS = 48
-# Distinct lengths that the choice of the rungs looks at.
+# Number of distinct lengths from which the rungs are chosen.
 _CANDIDATES = 512
 
 
@@ -20,13 +20,13 @@ class Sizing:
     """The limits by which a share is cut and padded on this device.
 
     Attributes:
-        max_tokens: padded tokens a micro-batch at most.
-        overhead_tokens: fixed cost of a further micro-batch, in tokens.
-        few_shapes: whether lengths and numbers of trained places are rounded up, because each shape
-            is prepared for.
-        num_rungs: lengths of the ladder that :meth:`fitted` makes.
-        ladder: allowed padded lengths, ascending; a length above the last one, or every one if
-            empty, stays.
+        max_tokens: most padded tokens of a micro-batch.
+        overhead_tokens: fixed cost of one more micro-batch, in tokens.
+        few_shapes: True if lengths and numbers of trained places are rounded up, because each new
+            shape costs time.
+        num_rungs: number of lengths in the ladder that :meth:`fitted` makes.
+        ladder: allowed padded lengths, ascending; a length above the last is not padded, and no
+            length is if the ladder is empty.
     """
 
     max_tokens: int
@@ -36,7 +36,9 @@ class Sizing:
     ladder: tuple[int, ...] = ()
 
     def fitted(self, work: NDArray[Any]) -> Sizing:
-        """With the ladder that pads windows of these lengths least, where few shapes are wanted."""
+        """Return these limits with the best ladder for windows of the lengths ``work``; unchanged
+        without :attr:`few_shapes`.
+        """
         return replace(self, ladder=best_ladder(work, self.num_rungs)) if self.few_shapes else self
 
     def padded(self, lengths: NDArray[Any]) -> NDArray[np.int64]:
@@ -47,11 +49,11 @@ class Sizing:
 
 
 def best_ladder(lengths: NDArray[Any], num_rungs: int) -> tuple[int, ...]:
-    """Return the ``num_rungs`` lengths to round up to that pad ``lengths`` least in all; exact up
-    to a grain.
+    """Return up to ``num_rungs`` lengths, ascending; rounding ``lengths`` up to these adds the
+    least padding.
 
-    Dynamic programming over the distinct lengths, which are first rounded up so that no more than
-    512 remain.
+    The solution is exact by dynamic programming over the distinct lengths. These are first rounded
+    up to a grain, so that no more than 512 remain.
     """
     if len(lengths) == 0:
         return ()
@@ -63,8 +65,8 @@ def best_ladder(lengths: NDArray[Any], num_rungs: int) -> tuple[int, ...]:
     cost = np.concatenate([[0.0], np.full(len(values), np.inf)])
     cuts: list[NDArray[np.int64]] = []
     for _ in range(min(num_rungs, len(values))):
-        # The last rung of the first `end` values is the largest of them; `start` values are below
-        # its reach.
+        # The last rung for the first `end` values is the largest of them; lower rungs serve the
+        # first `start` values.
         table = cost[None, :] + values[:, None] * (until[1:, None] - until[None, :])
         table[np.arange(len(values))[:, None] < np.arange(len(values) + 1)[None, :]] = np.inf
         cuts.append(table.argmin(axis=1))

@@ -1,4 +1,4 @@
-"""Work on several things at the same time, in threads."""
+"""Functions that run work in daemon threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 def in_background(function: Callable[[], Result]) -> Future[Result]:
-    """Call a function in a thread that does not keep this process from ending."""
+    """Call a function in a daemon thread, and return its future."""
     future: Future[Result] = Future()
 
     def work() -> None:
@@ -28,14 +28,16 @@ def in_background(function: Callable[[], Result]) -> Future[Result]:
 def side_by_side(
     function: Callable[[Item], Result], items: Sequence[Item], threads: int | None = None
 ) -> list[Result]:
-    """``function`` of every item, in their order; all are worked on, and then the first error is
-    raised, if any.
+    """Call ``function`` with every item, in threads; return the results in the order of the items.
 
-    The threads are daemons, which those of the standard library's pools are not: who stops a
-    program, or ends what they wait for, does not wait for them.
+    All calls are made, even after an error. The threads are daemons, unlike those of the standard
+    library's pools: a program can end while they still work.
 
     Args:
-        threads: at most so many at a time; one for each item unless given.
+        threads: most threads at a time; default: one for each item.
+
+    Raises:
+        BaseException: the first error of a call.
     """
     results: dict[int, Result] = {}
     errors: list[BaseException] = []

@@ -1,13 +1,13 @@
-"""Versions, and the one rule for what the computers of a run must have in common.
+"""Versions of software, and the rule for which versions the computers of a run must share.
 
-Every command that compares computers asks here: ``cluster init``, ``cluster check``, and ``train``
-before it starts. What changes the numbers must be equal (:data:`MUST_BE_EQUAL`): Python by major
-and minor version, allhands by the content of its files whatever its metadata say, MLX with its
-back-end, and mlx_lm. What else may differ is worth a note at most (:data:`MAY_DIFFER`): the
-libraries that make tokens are judged by the tokens they make.
+Every command that compares computers uses this rule: ``cluster init``, ``cluster check``, and
+``train`` before it starts. Software that changes the numbers must be equal (:data:`MUST_BE_EQUAL`):
+Python by major and minor version, allhands by the content of its files, MLX with its back-end, and
+mlx_lm. A difference in other software is worth a note at most (:data:`MAY_DIFFER`): the tokens that
+it makes are compared instead.
 
-The text of this module is also sent to computers that lack allhands: the standard library of Python
-3.8 and nothing else, in ASCII.
+The text of this module is also sent to computers without allhands. So it uses only the standard
+library of Python 3.8, and only ASCII.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ UNKNOWN = "0.0.0"
 MUST_BE_EQUAL = ("python", "allhands", "mlx", "mlx-lm")
 TOKEN_MAKERS = ("tokenizers", "transformers", "jinja2")
 MAY_DIFFER = ("python", *TOKEN_MAKERS)
-# The packages that hold what MLX computes with; which of them is there depends on the device.
+# Packages with MLX's back-ends; the device decides which of them is installed.
 MLX_BACKENDS = ("mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")
 PACKAGES = ("allhands", "mlx", "mlx-lm", "numpy", *TOKEN_MAKERS, *MLX_BACKENDS)
 SOURCE = "allhands-source"
 _MISSING = "missing"
-# What Python, editors and file managers leave in a directory.
+# Names' ends of files that Python, editors and file managers leave in a directory.
 _NO_SOURCE = (".pyc", "~", ".tmp", ".orig", ".rej", ".swp")
 
 
 def version_of(name: str) -> str | None:
-    """Return the version of a package that is installed here; ``None`` if it is not.
+    """Return the version of a package; ``None`` if it is not installed here.
 
-    The version of allhands is that of the code that runs: it may run without being installed, or
-    beside another one that is.
+    The version of allhands is that of the running code. This code may not be installed, or another
+    version may be: then it is :data:`UNKNOWN`.
     """
     import importlib.metadata  # slow to import, and this module is part of `import allhands`
 
@@ -54,8 +54,8 @@ def version_of(name: str) -> str | None:
 
 
 def _is_this(found: Distribution) -> bool:
-    """True if the code that runs is that of an installation: in its place, or in the checkout that
-    it names.
+    """True if the running code belongs to the installation ``found``: it is in its place, or in the
+    checkout of an editable installation.
     """
     import json
     from urllib.parse import unquote, urlsplit
@@ -73,15 +73,15 @@ def _is_this(found: Distribution) -> bool:
 
 
 def versions_of(*names: str) -> dict[str, str]:
-    """By name, of those that are installed."""
+    """Return the versions of packages by name; packages that are not installed are left out."""
     return {name: found for name in names if (found := version_of(name)) is not None}
 
 
-# --- what a computer has --------------------------------------------------------------------------
+# --- the software of a computer -------------------------------------------------------------------
 
 
 def software_here() -> dict[str, str]:
-    """Return the software of this interpreter that is compared; see :func:`software`."""
+    """Return :func:`software` of this interpreter, and its path as ``executable``."""
     have = software(
         os.path.dirname(os.path.dirname(os.path.abspath(__file__))), versions_of(*PACKAGES)
     )
@@ -89,11 +89,11 @@ def software_here() -> dict[str, str]:
 
 
 def software(root: str | None, versions: Mapping[str, str]) -> dict[str, str]:
-    """Return the software of an interpreter that is compared, by name.
+    """Return versions of this interpreter's software by name, for comparisons.
 
     Args:
-        root: the directory of its allhands; ``None``: it has none.
-        versions: of its packages, those of :data:`PACKAGES` included.
+        root: the directory of its package allhands; ``None``: it has none.
+        versions: versions of its packages, with all of :data:`PACKAGES` that it has.
     """
     found = dict(versions)
     found["python"] = ".".join(str(part) for part in sys.version_info[:3])
@@ -103,9 +103,7 @@ def software(root: str | None, versions: Mapping[str, str]) -> dict[str, str]:
 
 
 def fingerprint(root: str) -> str:
-    """SHA-256 over names and contents of a package's files; those that Python makes itself do not
-    count.
-    """
+    """Return the SHA-256 over names and contents of a package's source files."""
     total = hashlib.sha256()
     for name in package_files(root):
         with open(os.path.join(root, name), "rb") as stream:
@@ -114,13 +112,15 @@ def fingerprint(root: str) -> str:
 
 
 def file_line(name: str, content: bytes) -> bytes:
-    """Return the line of one file in the fingerprint."""
+    """Return the line of one file in the hashed text of :func:`fingerprint`."""
     return f"{hashlib.sha256(content).hexdigest()} {name}\n".encode()
 
 
 def is_source(name: str) -> bool:
-    """True if a file of a package is its own, and not something that Python, an editor or a file
-    manager leaves.
+    """True if a file belongs to its package, and was not left by Python, an editor or a file
+    manager.
+
+    ``name``: relative to the package, with slashes.
     """
     parts = name.split("/")
     hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
@@ -128,7 +128,7 @@ def is_source(name: str) -> bool:
 
 
 def package_files(root: str) -> list[str]:
-    """Names of a package's files relative to it, with slashes, sorted."""
+    """Return the names of a package's source files relative to it, with slashes, sorted."""
     found: list[str] = []
     for place, _, names in os.walk(root):
         inner = os.path.relpath(place, root).replace(os.sep, "/")
@@ -154,16 +154,17 @@ def required(have: Mapping[str, str]) -> dict[str, str]:
 
 
 def unequal(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """Return the names of :data:`MUST_BE_EQUAL` in which two interpreters differ: they cannot train
-    together.
+    """Return the names of :data:`MUST_BE_EQUAL` in which two interpreters differ.
+
+    They cannot train together if there are any.
     """
     first, second = required(one), required(other)
     return [name for name in MUST_BE_EQUAL if first[name] != second[name]]
 
 
 def merely_different(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """Return the names of :data:`MAY_DIFFER` in which two interpreters differ that may train
-    together all the same.
+    """Return the names of :data:`MAY_DIFFER` in which two interpreters differ although they may
+    train together.
     """
     forbidden = unequal(one, other)
     return [
@@ -172,12 +173,12 @@ def merely_different(one: Mapping[str, str], other: Mapping[str, str]) -> list[s
 
 
 def described(name: str, have: Mapping[str, str], other: Mapping[str, str] | None = None) -> str:
-    """Return the version that an interpreter has of that name, for people: ``Python 3.12.1``,
-    ``numpy missing``.
+    """Return name and version of an interpreter's software, for people: ``Python 3.12.1``, ``numpy
+    missing``.
 
     Args:
-        other: another one, beside which it is told: a back-end is no matter where MLX itself is
-            another.
+        other: the software of another interpreter, which is shown beside this one. MLX's back-end
+            is named only if both have the same version of MLX.
     """
     if name == "allhands" and have.get(SOURCE):
         return f"allhands {have.get('allhands', '')} (source {have[SOURCE][:8]})"
@@ -188,8 +189,8 @@ def described(name: str, have: Mapping[str, str], other: Mapping[str, str] | Non
 
 
 def difference(name: str, own: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """Return the difference of an interpreter from what it should have, for people: ``mlx 0.32.3
-    and not 0.32.4``.
+    """Return how an interpreter's software differs from the ``wanted`` one, for people: ``mlx
+    0.32.3 and not 0.32.4``.
     """
     there, here = own.get(name, _MISSING), wanted.get(name, _MISSING)
     if name == "allhands" and there == here:

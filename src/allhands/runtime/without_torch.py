@@ -1,6 +1,4 @@
-"""Keep transformers from importing PyTorch, which takes seconds, where nothing but its tokenizers
-is wanted.
-"""
+"""Keep transformers from importing PyTorch, which takes seconds, if only tokenizers are needed."""
 
 from __future__ import annotations
 
@@ -11,19 +9,19 @@ from typing import Any
 
 
 def leave_torch_out() -> None:
-    """Import transformers, which takes PyTorch for not installed from then on; everybody else may
-    import it.
+    """Import transformers in such a way that it believes that PyTorch is not installed; other
+    modules can still import PyTorch.
 
-    For processes of the command line alone: a program that imports allhands may want transformers'
-    models. Does nothing where there is no PyTorch, or where one of both is imported already.
+    Only commands may call this: a program that imports allhands may want transformers' models.
+    Does nothing if there is no PyTorch, or if PyTorch or transformers is imported already.
     """
     if {"torch", "transformers"} & sys.modules.keys() or find_spec("torch") is None:
         return
-    # As Python marks what cannot be imported.
+    # None in sys.modules makes an import fail.
     hidden: dict[str, Any] = {"torch": None}
     sys.modules.update(hidden)
     try:
-        # It looks once, and keeps the answer.
+        # transformers checks once, and keeps the answer.
         import_module("transformers.utils.import_utils").is_torch_available()
     finally:
         del sys.modules["torch"]

@@ -1,3 +1,4 @@
-"""Code in C for Linux CPUs, compiled on the computer that runs it; without a compiler everything
-works without it.
+"""Code in C for Linux CPUs, compiled on the computer that runs it.
+
+Without a compiler, allhands works without this code.
 """

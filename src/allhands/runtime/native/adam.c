@@ -45,7 +45,7 @@ static void square_part(void *argument, int part, int thread) {
     ptrdiff_t i, until = bound(a, array, part, &i);
     const float *x = a->gradients[array];
     double total = 0.0;
-    while (i < until) { // in float32 no more than a few at a time
+    while (i < until) { // only short sums are in float32
         vec some = all(0.0f);
         ptrdiff_t end = i + 256 < until ? i + 256 : until;
         for (; i + WIDTH <= end; i += WIDTH)
@@ -57,7 +57,7 @@ static void square_part(void *argument, int part, int thread) {
     a->sums[part] = total;
 }
 
-// A function of its own: the compiler takes sixteen at a time only of pointers that it is told to be apart.
+// A function of its own with `restrict` pointers: only for these does the compiler use vector instructions.
 static void update(ptrdiff_t size, const float *restrict gradient, const float *restrict weight,
                    const float *restrict first, const float *restrict second, float *restrict new_weight,
                    float *restrict new_first, float *restrict new_second, float kept, const Arrays *a) {
@@ -71,7 +71,7 @@ static void update(ptrdiff_t size, const float *restrict gradient, const float *
     }
 }
 
-// The weight alone.
+// Like update, but computes the new weights alone.
 static void expect(ptrdiff_t size, const float *restrict gradient, const float *restrict weight,
                    const float *restrict first, const float *restrict second, float *restrict new_weight, float kept,
                    const Arrays *a) {
@@ -108,9 +108,10 @@ void allhands_squares(int count, const ptrdiff_t *sizes, const ptrdiff_t *starts
     pool_run(square_part, &a, (int)starts[count]);
 }
 
-// `arrays` has seven pointers for each array, kind by kind: gradients, weights, both moments, and where these three go;
-// `numbers` has factor, rate, both betas, one less each of them (which cannot be had from them in float32), eps, and what
-// roots are multiplied with. Where only weights are `expected` there are five pointers, without those for new moments.
+// `arrays` has seven pointers for each array, kind by kind: gradients, weights, first moments, second moments, and the
+// places of the new weights and moments. `numbers` has factor, rate, both betas, 1 - beta for both (inexact if computed
+// from float32 betas), eps, and the factor of the roots. If only weights are `expected`, there are five pointers, without
+// the places of new moments.
 void allhands_adam(int expected, int count, const ptrdiff_t *sizes, const ptrdiff_t *starts, float *const *arrays,
                    const float *kept, const float numbers[8]) {
     const float *const *read = (const float *const *)arrays;

@@ -22,7 +22,7 @@ enum {
     STEP = 32,               // of K in a tile
     PIECES = 3,              // h, m, l
     TILE = PANEL * STEP,     // bfloat16 values
-    BLOCK_K = 24 * STEP,     // of K at a time, so that what is split stays in the L2 cache
+    BLOCK_K = 24 * STEP,     // of K at a time, so that the pieces stay in the L2 cache
     BLOCK_M = 32 * PANEL * 2, // rows of A at a time
     BLOCK_N = 4 * PANEL,     // columns of B that a thread takes at a time
     ARCH_REQ_XCOMP_PERM = 0x1023,
@@ -58,8 +58,8 @@ static inline void split(__m512 low, __m512 high, __m512i *pieces) {
     }
 }
 
-// One tile of each piece from up to 16 rows and 32 of K at `from`. `pairs_down`: pairs of K go down and rows across,
-// as the unit wants its right factor; else rows go down.
+// Pack one tile of each piece, from up to 16 rows and 32 places of K, beginning at `row` and `k`. `pairs_down`: pairs of K
+// go down and rows across, as the unit wants its right factor; else rows go down.
 static inline void pack_tile(const Side *side, int row, int k, int pairs_down, uint16_t *to) {
     __m512i lines[PIECES][16];
     int rows = side->rows - row, depth = side->depth - k;
@@ -91,7 +91,7 @@ static inline void pack_tile(const Side *side, int row, int k, int pairs_down, u
     }
 }
 
-// 16 rows with all of the part's K.
+// Pack 16 rows with all of the part's K.
 static void pack_panel(const Side *side, int row, int pairs_down, uint16_t *to) {
     for (int k = 0; k < side->depth; k += STEP, to += PIECES * TILE)
         pack_tile(side, row, k, pairs_down, to);
@@ -156,7 +156,7 @@ typedef struct {
     float *c;
     ptrdiff_t stride;
     float alpha, beta;
-    uint16_t *left, *right; // what is split of A, shared; and of B, for each thread
+    uint16_t *left, *right; // split A, which is shared, and split B of each thread
     int steps;
     int blocks, size; // of columns; rows that are one part's
 } Product;
@@ -189,8 +189,8 @@ static void multiply_columns(void *argument, int part, int thread) {
     _tile_release();
 }
 
-// Into how many parts the rows are cut, so that all threads have as much to do: as few as will do, because the block of
-// B is split again for each.
+// The number of parts into which the rows are cut: the fewest with which all threads have about equal work, because the
+// block of B is split again for each part.
 static int row_chunks(int blocks, int rows, int threads) {
     for (int chunks = 1; chunks <= 2 * threads && rows >= chunks * PANEL * 4; chunks++) {
         int parts = blocks * chunks, rounds = (parts + threads - 1) / threads;

@@ -1,7 +1,7 @@
 // Products of float32 matrices with AVX-512.
 //
-// A block of columns of B is packed by the thread that multiplies it, straight from where it lies, or from the codes that
-// it is kept as: nothing dense is written for it. Each number of the result is added up in an order that depends on K
+// The thread that multiplies by a block of columns of B packs it, straight from the matrix or from its codes: no dense
+// copy is written. Each number of the result is added up in an order that depends on K
 // alone, so that it is the same for any number of threads and wherever in the matrix it stands.
 
 #include "pool.h"
@@ -11,29 +11,29 @@
 
 enum {
     LANES = 16,
-    ROWS = 14,                // of the result that a kernel computes: with the columns as many as there are registers
+    ROWS = 14,                // rows of the result of a kernel: with two vectors of columns they fill the registers
     COLUMNS = 2 * LANES,
-    BLOCK_K = 768,            // of K at a time, so that what is packed of B stays in the L2 cache
+    BLOCK_K = 768,            // of K at a time, so that packed B stays in the L2 cache
     BLOCK_M = 64 * ROWS,      // rows of A at a time
     BLOCK_N = 4 * COLUMNS,    // columns of B that a thread takes at a time, at most
-    PACKING = 16,             // what packing a column costs, in rows that are multiplied with it
-    SLACK = LANES,            // what is packed is stored sixteen at a time
+    PACKING = 16,             // cost of packing a column, in rows that are multiplied by it
+    SLACK = LANES,            // room behind a packed panel, because it is stored sixteen numbers at a time
 };
 
-// Ask for what will be read a little later: lines of a matrix lie too far apart for the processor to foresee it.
+// Prefetch numbers that are read a little later: lines of a matrix are too far apart for the processor to foresee it.
 static inline void fetch(const Side *side, ptrdiff_t line, ptrdiff_t place) {
     ptrdiff_t at = line * side->stride + place;
     const char *where = side->codes ? (const char *)(side->codes + at) : (const char *)(side->data + at);
     _mm_prefetch(where, _MM_HINT_T0);
 }
 
-// Where the sixteen numbers from `row` on of each of K are put, in rows of `width` for each of K.
+// The place of sixteen packed rows: for each place of K, the first sixteen of `width` numbers.
 typedef struct {
     float *to;
     ptrdiff_t width;
 } Lanes;
 
-// Lines go along K: those from `row` on, turned, then zeros.
+// Pack up to sixteen lines from `row` on that go along K: they are transposed, and zeros follow them.
 static void pack_turned(const Side *side, int row, Lanes lanes) {
     enum { AHEAD = 4 * LANES };
     int rows = side->rows - row;
@@ -51,7 +51,7 @@ static void pack_turned(const Side *side, int row, Lanes lanes) {
     }
 }
 
-// Each line is one of K: all `lanes` that it has, so that a line is read as far as it is needed before the next one.
+// Pack lines that each belong to one place of K: all `lanes` of a line, so that it is read to its end before the next.
 static void pack_along(const Side *side, int row, const Lanes *lanes, int count) {
     enum { AHEAD = 16 };
     for (int k = 0; k < side->depth; k++)
@@ -105,7 +105,7 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
         }
 }
 
-// The kernel for as many rows and columns as there are: what lies beyond them is not computed.
+// Call the kernel for this number of rows and columns, so that nothing beyond them is computed.
 static void multiply_rows(int rows, const float *a, const float *b, int depth, float *c, ptrdiff_t stride, int columns,
                           float alpha, float beta) {
 #define KERNEL(n)                                                                                                      \
@@ -139,7 +139,7 @@ typedef struct {
     float *c;
     ptrdiff_t stride;
     float alpha, beta;
-    float *left, *right; // what is packed of A, shared; and of B, for each thread
+    float *left, *right; // packed A, which is shared, and packed B of each thread
     ptrdiff_t panel;     // numbers of a packed panel of A
     int width, size;     // columns and rows that are one part's
 } Product;

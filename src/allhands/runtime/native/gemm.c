@@ -1,4 +1,4 @@
-// Products of float32 matrices: by the processor's matrix unit, by our own AVX-512 or by OpenBLAS, whichever is worth it.
+// Products of float32 matrices by the fastest of three ways: the processor's matrix unit, our own AVX-512, or OpenBLAS.
 
 #include "pool.h"
 #include "side.h"
@@ -12,7 +12,7 @@ typedef void (*sgemm_t)(int, int, int, int, int, int, float, const float *, int,
                         int);
 enum { ROW_MAJOR = 101, NO_TRANS = 111, TRANS = 112 };
 
-static sgemm_t other; // OpenBLAS, for what is small and for other processors
+static sgemm_t other; // OpenBLAS, for small products and for other processors
 
 #ifdef ALLHANDS_WIDE
 // Whether a way is faster than OpenBLAS. The number of threads does not decide: that would change the last bits of a run
@@ -28,7 +28,7 @@ static int worth_it(int way, int m, int n, int k) {
 // How large products are multiplied: 0 by OpenBLAS, 1 by our own AVX-512, 2 by the matrix unit.
 static int best;
 
-// The way of large products.
+// Prepare for `threads` threads, with OpenBLAS's sgemm as `fallback`. Returns the way of large products, as in `best`.
 int allhands_prepare(sgemm_t fallback, int threads) {
     other = fallback;
 #ifdef ALLHANDS_WIDE
@@ -59,7 +59,7 @@ static int way_of(int m, int n, int k) {
 #endif
 }
 
-// 0 where OpenBLAS has to do it.
+// Returns 0 if OpenBLAS has to compute the product.
 static int own_sgemm(int way, Side a, Side b, float alpha, float beta, float *c, ptrdiff_t stride) {
     (void)way, (void)a, (void)b, (void)alpha, (void)beta, (void)c, (void)stride;
 #ifdef __AMX_BF16__
@@ -108,7 +108,8 @@ static void other_sgemm(Slices *s) {
     pool_run(multiply_slice, s, (longest + s->size - 1) / s->size);
 }
 
-// A left factor whose products are not computed: MLX has no other way to give memory that nobody has written.
+// A left factor whose products are not computed. With it a product is a new array of MLX's whose memory is not written:
+// MLX has no other way to make one.
 static const float *_Atomic left_out;
 void allhands_leave_out(const float *factor) { atomic_store(&left_out, factor); }
 
@@ -149,16 +150,18 @@ static void decode_line(void *argument, int line, int thread) {
     }
 }
 
-// (rows, columns) of codes, a scale and a bias for each group along the columns, as the values that they stand for.
+// Decode (rows, columns) of codes, with a scale and a bias for each group along the columns, into `to`; `sizes`: rows,
+// columns, values of a group.
 void allhands_decode(const uint8_t *codes, const float *scales, const float *biases, const int sizes[3], float *to) {
     Codes all = {codes, scales, biases, to, sizes[1], sizes[2]};
     pool_run(decode_line, &all, sizes[0]);
 }
 
-// For (rows, columns) of codes in groups of a power of two, 16 or more, along the columns: x of (m, columns) times their
-// transpose, or, with `back`, x of (m, rows) times them. The codes may be some of the rows of a larger weight: a line of
-// what has a value for each row then has sizes[3] of them. With `add` the product is added to what is there. 0 if there
-// is no memory for it.
+// Multiply x by a weight that is kept as (rows, columns) of codes. Groups go along the columns; their size is a power of
+// two, 16 or more. Without `back`: x (m, columns) times the transposed weight, y (m, rows). With `back`: x (m, rows)
+// times the weight, y (m, columns). The codes may be some rows of a larger weight: then a line with a value for each row
+// (of y, or of x with `back`) has a stride of sizes[3]. `sizes`: rows, columns, values of a group, this stride. With
+// `add` the product is added to y. Returns 0 if there is too little memory.
 int allhands_coded_product(const float *x, int m, const uint8_t *codes, const float *scales, const float *biases,
                            const int sizes[4], int back, int add, float *y) {
     int rows = sizes[0], columns = sizes[1], group = sizes[2];

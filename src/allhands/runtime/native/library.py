@@ -1,8 +1,8 @@
 """Compile the C code beside this file for this processor, once, and load it.
 
-MLX's CPU wheel is built for any x86-64 processor and works on one thread but for BLAS. What is here
-uses what the processor at hand has. The library is kept in the user's cache, checked by hash, and
-made again when the code, the compiler or the processor is another one.
+MLX's CPU wheel is built for any x86-64 processor, and except for BLAS it works on one thread. The
+code here uses all instructions and cores of this processor. The library is kept in the user's cache
+and checked by hash. It is made again for other code, another compiler or another processor.
 
 Nothing here may import MLX.
 """
@@ -32,18 +32,20 @@ _FLAGS = (
     "-shared",
     "-pthread",
 )
-# A computer that is short of time or memory ends compilers; without the library a run's last bits
-# are others.
+# A compiler may be killed on a computer that is short of memory. So there are several tries:
+# without the library the last bits of a run's numbers differ.
 _BUILD_S, _TRIES, _PAUSE_S = 600.0, 3, 0.5
 _NAME = "liballhands.so"
 
 
 def load(directory: Path) -> ctypes.CDLL | str:
-    """Return the library, made in ``directory`` if it is not there yet, its names visible to what
-    is loaded later.
+    """Load the library, and make it in ``directory`` if it is not there yet.
 
-    Or why it cannot be had, and what to do, in a few words. Never raises. Whoever loads it has to
-    call ``allhands_prepare`` before anything multiplies.
+    Libraries that are loaded later can use its names. The caller must call ``allhands_prepare``
+    before anything multiplies.
+
+    Returns:
+        The library; or in a few words why there is none, and what to do.
     """
     if not wanted(os.environ):
         return "switched off by ALLHANDS_NATIVE"
@@ -65,16 +67,15 @@ def compiler_here() -> str | None:
 
 
 def wanted(environ: Mapping[str, str]) -> bool:
-    """True if nobody has switched it off."""
+    """True unless ``ALLHANDS_NATIVE`` switches native code off."""
     return environ.get("ALLHANDS_NATIVE", "").lower() not in ("off", "0", "none")
 
 
 def architecture(environ: Mapping[str, str]) -> str:
-    """For which processor to compile, as the compiler's -march has it: this one, unless
-    ALLHANDS_NATIVE names another.
+    """Return the processor to compile for, as a value of the compiler's ``-march``.
 
-    What only looks like this processor, as valgrind does, may know fewer instructions than Linux
-    says.
+    It is this processor, unless ``ALLHANDS_NATIVE`` names another. Name another one for an emulator
+    such as valgrind, which may know fewer instructions than Linux says.
     """
     named = environ.get("ALLHANDS_NATIVE", "")
     return "native" if named.lower() in ("", "on", "1") else named
@@ -89,8 +90,13 @@ def _built(directory: Path, compiler: str) -> Path:
 
 
 def made_once(target: Path, make: Callable[[Path], None]) -> Path:
-    """``target``, made by ``make`` at another path unless it is there with the hash that is
-    recorded beside it.
+    """Return ``target``; make it first unless it is there with the hash that is recorded beside it.
+
+    Args:
+        make: writes the file to the path that it gets.
+
+    Raises:
+        OSError: a file cannot be written; also any exception of ``make``.
     """
     recorded = target.with_suffix(".sha256")
 
@@ -104,14 +110,14 @@ def made_once(target: Path, make: Callable[[Path], None]) -> Path:
     if is_whole():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    # All ranks of a computer start together: one makes it, the others take what it has made.
+    # All ranks of a computer start together: one makes the library, and the others take it.
     with publishing(target), tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         if not is_whole():
             draft, digest = Path(scratch) / target.name, Path(scratch) / recorded.name
             make(draft)
             digest.write_text(_sha256(draft) + "\n")
-            # Where there are no locks several processes do this: each rename is atomic and the
-            # contents are the same.
+            # Without locks several processes do this: each renaming is atomic, and all files are
+            # the same.
             draft.replace(target)
             digest.replace(recorded)
     return target
@@ -129,7 +135,7 @@ def _run(command: list[str]) -> None:
 
 
 def _key(compiler: Path, sources: list[Path], flags: tuple[str, ...]) -> str:
-    """The hash of everything that the library depends on."""
+    """Return a hash of compiler, code, flags and processor, on which the library depends."""
     stat = compiler.resolve().stat()
     digest = hashlib.sha256(
         f"{compiler.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{flags}:{processor()}".encode()
@@ -140,7 +146,7 @@ def _key(compiler: Path, sources: list[Path], flags: tuple[str, ...]) -> str:
 
 
 def processor() -> str:
-    """Return the instructions that this processor knows, as Linux tells it."""
+    """Return the names of this processor's instruction sets, from Linux; else its architecture."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):

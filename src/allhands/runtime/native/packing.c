@@ -1,5 +1,5 @@
-// Numbers of four or eight bits with a scale and an offset for each group, as MLX quantises them; and sums of what
-// several processes have packed, with the same bits on every processor.
+// Packing of float32 numbers into codes of four or eight bits, with a scale and an offset for each group, as MLX
+// quantises them; and sums of numbers that several processes have packed, with the same bits on every processor.
 
 #include "pool.h"
 #include "vectors.h"
@@ -12,7 +12,7 @@ enum { GROUP = 64, TOGETHER = 256 }; // numbers of a group, and groups of a part
 typedef uint32_t uvec __attribute__((vector_size(64)));
 typedef uint8_t bvec __attribute__((vector_size(16)));
 
-// The least scale: MLX's, of numbers that it is given multiplied by 2^60.
+// The least scale. MLX's is 1e-7; where MLX packs, it gets the numbers multiplied by 2^60.
 #define LEAST 0x1p-60f * 1e-7f
 
 typedef struct {
@@ -60,7 +60,7 @@ static void pack_group(const Packed *p, ptrdiff_t group) {
             to[i] = (uint8_t)(codes[2 * i] | codes[2 * i + 1] << 4);
     else
         memcpy(to, codes, sizeof codes);
-    // Codes would hide what is not finite: the offset tells of it.
+    // Codes cannot hold a number that is not finite, so the offset is then not finite instead.
     p->scales[group] = isfinite(total) ? scale : 0.0f;
     p->offsets[group] = isfinite(total) ? offset : fabsf(total);
 }
@@ -102,7 +102,7 @@ static void unpack_group(const Packed *p, ptrdiff_t group) {
             memcpy(&scale, words + coded + group, sizeof scale);
             memcpy(&offset, words + coded + p->groups + group, sizeof offset);
             vec x = sixteen((const uint8_t *)words + group * (GROUP * p->bits / 8), p->bits, i) * scale;
-            // Both rounded: in one operation the product would not be, and processors have it or have it not.
+            // Product and sum are rounded each: a fused operation rounds once, and not every processor has one.
             __asm__("" : "+m"(x));
             x += offset;
             all_of_them = rank ? all_of_them + x : x;
@@ -129,8 +129,9 @@ void allhands_pack(int bits, ptrdiff_t groups, const float *row, uint32_t *words
     pool_run(pack_part, &p, parts_of(groups));
 }
 
-// The sum, in the order of the processes, of what each of them has packed, `stride` words after the one before; and what
-// packing has left out of `row`, which process `mine` has packed (-1: of nobody's).
+// The sum, in the order of the processes, of the numbers that each process has packed. The words of a process begin
+// `stride` words after those of the one before. `left` gets the rounding errors of `row`, which process `mine` has packed;
+// nothing if `mine` is -1.
 void allhands_unpack(int bits, ptrdiff_t groups, int ranks, ptrdiff_t stride, const uint32_t *words, int mine,
                      const float *row, float *total, float *left) {
     Packed p = {.bits = bits, .ranks = ranks, .mine = mine, .groups = groups, .stride = stride, .row = row,

@@ -20,8 +20,8 @@ static struct {
     void (*work)(void *, int, int);
     void *argument;
     atomic_int left; // parts that are not done
-    // Which job it is (24 bits), how many parts it has (20) and the next one to be taken (20), in one number, so that
-    // a thread that wakes late takes none of a job that is over, and nobody has to wait for it.
+    // Number of the job (24 bits), number of its parts (20), and the next part to be taken (20), in one word. So a thread
+    // that wakes late takes no part of a job that is over, and nobody has to wait for it.
     _Atomic uint64_t ticket;
     _Atomic uint32_t number; // of the job
     atomic_int sleeping;
@@ -90,14 +90,14 @@ static void *serve(void *argument) {
     return NULL;
 }
 
-// A forked process has none of the threads.
+// After a fork: the new process has none of the threads.
 static void forget_threads(void) {
     started = 1;
     pthread_mutex_init(&lock, NULL);
     atomic_store(&job.sleeping, 0);
 }
 
-// Have `count` threads, or as many as can be had; called with the lock.
+// Start threads up to `count`, or as many as the system allows; the caller holds the lock.
 static void start_threads(int count) {
     static int watching;
     if (!watching)

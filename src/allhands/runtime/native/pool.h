@@ -3,9 +3,9 @@
 #ifndef ALLHANDS_POOL_H
 #define ALLHANDS_POOL_H
 
-// `work(argument, part, thread)` for all parts below `parts`, each once, in any order; returns when all are done.
-// `thread` is below pool_threads(), and no two run with the same one at once. A second caller meanwhile, or one
-// inside of a part, does its parts by itself, as thread 0.
+// Call `work(argument, part, thread)` for all parts below `parts`, each once, in any order; return when all are done.
+// `thread` is below pool_threads(), and different for calls at the same time. If another job runs, also if this call is
+// inside of one of its parts, the caller computes all parts by itself, as thread 0.
 void pool_run(void (*work)(void *, int, int), void *argument, int parts);
 
 // How many threads take part, the caller included.

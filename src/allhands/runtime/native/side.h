@@ -18,8 +18,8 @@ typedef struct {
     int deep;        // whether a line goes along K
 } Side;
 
-// a (rows, depth) times b (rows, depth) transposed into c, times alpha, added to beta times what is there. 0 if there is
-// no memory for it. The first needs the processor's matrix unit, for which the second asks the system.
+// c = alpha * a b^T + beta * c, for a of (rows, depth) and b of (rows, depth). They return 0 if there is too little
+// memory. unit_sgemm needs the processor's matrix unit; ask_for_unit asks the system for it, and returns 0 without one.
 #define HIDDEN __attribute__((visibility("hidden")))
 HIDDEN int unit_sgemm(Side a, Side b, float alpha, float beta, float *c, ptrdiff_t stride);
 HIDDEN int ask_for_unit(void);
@@ -31,7 +31,7 @@ HIDDEN int wide_sgemm(Side a, Side b, float alpha, float beta, float *c, ptrdiff
 #include <immintrin.h>
 #include <stdlib.h>
 
-// Sixteen rows of sixteen numbers of 32 bits.
+// Transpose sixteen rows of sixteen numbers of 32 bits, in place.
 static inline void transpose(__m512i *r) {
     __m512i t[16];
     for (int i = 0; i < 16; i += 2) {
@@ -68,7 +68,7 @@ static inline __m512 load_values(const Side *side, ptrdiff_t line, ptrdiff_t pla
     return _mm512_maskz_add_ps(mask, value, _mm512_set1_ps(side->biases[group]));
 }
 
-// As many lanes as there are of `count`.
+// The mask of the first `count` lanes, at most sixteen.
 static inline __mmask16 first(int count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1); }
 
 static inline int least(int a, int b) { return a < b ? a : b; }
@@ -81,7 +81,7 @@ static inline Side part(Side side, int row, int rows, int k, int depth) {
     return side;
 }
 
-// Where what is packed stands; kept by each calling thread.
+// Memory for packed factors. Each calling thread keeps its own. NULL if there is too little memory.
 static inline void *scratch(size_t bytes) {
     static __thread void *kept;
     static __thread size_t size;
