@@ -52,11 +52,12 @@ class Checkpointer:
         """Create the checkpointer; nothing is read or written yet.
 
         Args:
-            directory: gets ``checkpoints/``; ``None``: that of ``allhands launch --checkpoints``,
-                or of the variable ``ALLHANDS_CHECKPOINT_DIR``.
-            model: all its parameters are saved unchanged.
-            optimizer: its whole state is saved, including the step. :meth:`restore` leaves a
-                constant learning rate as it is; a schedule goes on from the step.
+            directory: directory for ``checkpoints/``; ``None``: the directory of ``allhands
+                launch`` (``--checkpoints``, or else its log directory), or of the variable
+                ``ALLHANDS_CHECKPOINT_DIR``.
+            model: model whose parameters are saved, bit by bit.
+            optimizer: optimizer whose whole state is saved, including the step. :meth:`restore`
+                leaves a constant learning rate as it is; a schedule goes on from the step.
             keep_last: number of checkpoints to keep.
             frozen: also save parameters that are not trained. Without them the program must load
                 the model before it restores a checkpoint.
@@ -98,13 +99,15 @@ class Checkpointer:
         Args:
             step: number of completed steps.
             values: further JSON values, which :attr:`values` holds after :meth:`restore`.
+            every: number of steps between checkpoints.
 
         Returns:
             True if a checkpoint was written.
 
         Raises:
-            ConfigError: ``step`` is not a whole number from 0, or something cannot be kept.
-            StorageError: it cannot be written; earlier checkpoints are unchanged.
+            ConfigError: there is no directory, ``step`` or ``every`` is no such number, or a value
+                cannot be kept.
+            StorageError: the checkpoint cannot be written; earlier checkpoints are unchanged.
             CheckpointError: the directory has later checkpoints, and none of them was restored.
         """
         if every < 1:
@@ -143,8 +146,11 @@ class Checkpointer:
             The number of completed steps; 0 if there is no checkpoint, and nothing was changed.
 
         Raises:
-            CheckpointError: it is damaged, or does not fit the model, the optimizer or the other
-                objects. Then nothing was changed, unless another object refuses its state.
+            ConfigError: there is no directory.
+            CheckpointError: the checkpoint is of another program, or does not fit the model, the
+                optimizer or the other objects. Then nothing was changed, unless another object
+                refuses its state.
+            DistributedError: the ranks cannot connect.
         """
         saved = last_checkpoint(directory=self._directory)
         if saved is None:
@@ -185,32 +191,41 @@ class Checkpointer:
 
 
 def _parts(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
-    """The optimizers that have the state: those of a ``MultiOptimizer``, or itself."""
+    """Return the optimizers with a state of their own: the parts of a ``MultiOptimizer``, or the
+    optimizer itself.
+    """
     inner = cast("list[optim.Optimizer] | None", getattr(optimizer, "optimizers", None))
     return [optimizer] if inner is None else [part for one in inner for part in _parts(one)]
 
 
 def _described(optimizer: optim.Optimizer) -> str:
-    """Its class; of several together, theirs."""
+    """Return the class names of the optimizer's parts."""
     return " + ".join(type(part).__name__ for part in _parts(optimizer))
 
 
 def _check_optimizer(step: int, optimizer: optim.Optimizer, stored: Any, kind: str | None) -> None:
-    """Refuse the state of another optimizer; ``kind``: its class, where the checkpoint has it."""
+    """Refuse the stored state of another optimizer.
+
+    Args:
+        kind: class of the stored optimizer; ``None``: the checkpoint does not have it.
+
+    Raises:
+        CheckpointError: the class, names or shapes differ.
+    """
     shared = isinstance(stored, dict) and isinstance(
         cast("dict[str, Any]", stored).get("states"), list
     )
     own = _described(optimizer)
     if (kind or own) != own or shared != hasattr(optimizer, "optimizers"):
         raise _unfit(step, f"its optimizer is {kind or 'another'}, the one here is {own}", _HINT)
-    # An optimizer gets its state for each parameter with its first update: before, there is nothing
+    # An optimizer gets its state for each parameter in its first update. Before, there is nothing
     # to compare.
     if all(getattr(part, "_initialized", False) for part in _parts(optimizer)):
         _require_same(step, stored, optimizer.state, "optimizer")
 
 
 def _put_optimizer(optimizer: optim.Optimizer, stored: Any) -> None:
-    """Give it the stored state; a learning rate that is a plain number stays as it is."""
+    """Give the optimizer its stored state, except a learning rate without a schedule."""
     rates: list[tuple[optim.Optimizer, mx.array]] = [
         (part, part.state["learning_rate"])
         for part in _parts(optimizer)
@@ -225,7 +240,11 @@ _HINT = "create the same model and optimizer as before, or give another director
 
 
 def _require_same(step: int, stored: Any, here: Any, owner: str) -> None:
-    """Refuse arrays of other names or shapes (CheckpointError)."""
+    """Refuse arrays of other names or shapes.
+
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
     from allhands.io.trees import flatten
 
     was = {name: array.shape for name, array in flatten(stored)}

@@ -26,7 +26,7 @@ _LOADER, _SHARD = "DistributedLoader", "shard"
 
 
 class Indexable(Protocol[T_co]):
-    """A dataset whose samples have numbers: a list, an array, a dataset of ``datasets`` or PyTorch."""
+    """A dataset with numbered samples: a list, an array, a dataset of ``datasets`` or PyTorch."""
 
     def __len__(self) -> int: ...
 
@@ -35,13 +35,13 @@ class Indexable(Protocol[T_co]):
 
 @overload
 def shard(dataset: Indexable[T], world: World | None = None) -> Sequence[T]:
-    """Take numbered samples."""
+    """Return samples of an indexable dataset."""
     ...
 
 
 @overload
 def shard(dataset: Iterable[T], world: World | None = None) -> Iterable[T]:
-    """Take an iterable."""
+    """Return samples of an iterable."""
     ...
 
 
@@ -62,6 +62,9 @@ def shard(
     Returns:
         A lazy sequence for an indexable dataset; otherwise an iterable, repeatable if the dataset
         is.
+
+    Raises:
+        ConfigError: the dataset is neither indexable nor iterable.
     """
     place = _world(world)
     if _is_indexable(dataset):
@@ -133,7 +136,7 @@ class DistributedLoader(Generic[B]):
                 share of two batches at most.
             batch_size: samples per batch, over all ranks.
             shuffle: ``None``: shuffle an indexable dataset; an iterable keeps its own order.
-            seed: of the shuffle, 0 or more.
+            seed: seed of the shuffle, 0 or more.
             collate: turns a list of samples into the batch for the loop; ``None``: the list.
             drop_last: leave out samples that do not fill a batch.
             world: default: :func:`allhands.init`.
@@ -219,8 +222,9 @@ class DistributedLoader(Generic[B]):
         changed.
 
         Raises:
-            CheckpointError: it is no state, it belongs to a loader with another seed, or it is
-                beyond the end of the epoch.
+            CheckpointError: ``state`` is no state, belongs to a loader with another seed or batch
+                size, or is beyond the end of the epoch. Another dataset, shuffle or ``drop_last``
+                is not noticed.
         """
         try:
             given = {name: operator.index(state[name]) for name in self.state_dict()}
@@ -292,7 +296,11 @@ class DistributedLoader(Generic[B]):
             yield size, _taken(held, start)
 
     def _check_parts(self) -> None:
-        """Refuse a batch in which a rank has no sample: its loss would be a mean of nothing."""
+        """Refuse batches in which a rank has no sample: its loss would be a mean of nothing.
+
+        Raises:
+            ConfigError: there are such batches.
+        """
         least = self._batch_size if self._drop_last else (self._batch_size + 1) // 2
         where = "a batch at the end of the stream"
         if self._indexable is not None:
@@ -348,8 +356,8 @@ class _Every(Iterable[T]):
 
 
 def _sizes(count: int, batch_size: int, drop_last: bool) -> list[int]:
-    """Sizes of the batches of an epoch of ``count`` samples: full ones; the last two share the rest
-    evenly.
+    """Return the sizes of the batches of an epoch of ``count`` samples: full batches, except that
+    the last two share their samples evenly if one of them is not full.
     """
     full, rest = divmod(count, batch_size)
     if not rest or drop_last:

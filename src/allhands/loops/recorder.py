@@ -57,14 +57,14 @@ class Metrics:
         """Open the file on rank 0; its earlier lines stay.
 
         Args:
-            directory: of the run.
+            directory: directory of the run.
             first_step: number of steps done before, as ``Checkpointer.restore()`` returns it. Lines
                 of an earlier start with a higher step no longer count.
             show: function such as ``print`` that also gets each line as text, on rank 0.
             world: default: :func:`allhands.init`.
 
         Raises:
-            ConfigError: ``first_step`` is not a whole number from 0.
+            ConfigError: ``first_step`` is not a whole number from 0, or ``directory`` is no path.
             StorageError: the file cannot be written.
         """
         first_step = whole_step(first_step, "Metrics")
@@ -104,17 +104,18 @@ class Metrics:
         Args:
             step: number of completed steps; not less than in the call before.
             values: numbers or MLX arrays of one element, by name.
-            reduce: ``"mean"`` or ``"sum"`` over ranks; then every rank must call it, with the same
-                names. ``None``: rank 0's numbers.
-            weight: of this rank in the mean, such as its number of tokens; the values of a rank with
-                weight 0 do not matter.
+            reduce: ``"mean"`` or ``"sum"`` over ranks; then every rank must call this method, with
+                the same names. ``None``: rank 0's numbers.
+            weight: weight of this rank in the mean, such as its number of tokens; the values of a
+                rank with weight 0 do not matter.
 
         Returns:
-            The numbers; they are the same on all ranks if they were reduced.
+            The numbers. If they were reduced, they are the same on all ranks; otherwise ranks other
+            than 0 get none.
 
         Raises:
-            ConfigError: a value is no number, ``step`` is no step or is lower than the last one, or
-                the file is closed.
+            ConfigError: a value is no number, ``step`` is no step or is lower than the last one,
+                ``reduce`` is unknown, or the file is closed.
         """
         step = self._checked(step, values)
         if reduce not in (None, "mean", "sum"):
@@ -136,7 +137,7 @@ class Metrics:
         return numbers
 
     def close(self) -> None:
-        """Note that the run has finished; it may be called more than once."""
+        """Note that the run has finished, and close the file; further calls do nothing."""
         self._end("finished")
 
     def _checked(self, step: int, values: object) -> int:
@@ -215,7 +216,7 @@ class Metrics:
 
 
 def _started(name: str, world: World, first_step: int) -> RunStarted:
-    """The line that marks a start; fields that only ``allhands train`` knows are empty."""
+    """Return the line that marks a start; fields that only ``allhands train`` knows are empty."""
     unknown: dict[str, Any] = dict.fromkeys(
         ("batch_size", "total_steps", "trainable_params", "total_params", "num_train_examples"), 0
     )
@@ -234,7 +235,7 @@ def _started(name: str, world: World, first_step: int) -> RunStarted:
 
 
 def _typed(name: str, number: float) -> Any:
-    """The number as the field of that name has it."""
+    """Return ``number`` in the type of the field ``name`` of a training report."""
     usual = UNKNOWN.get(name, math.nan)
     if isinstance(usual, float) or not math.isfinite(number):
         return number if isinstance(usual, float) else usual

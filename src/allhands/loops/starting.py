@@ -55,8 +55,9 @@ def launch(
 
     Raises:
         ConfigError: the target cannot be started, or there is no such option.
-        DistributedError: it ended with an exit code other than 0; the error was printed to standard error.
-        Interrupted: it was stopped by Ctrl-C.
+        DistributedError: the ranks ended with an exit code other than 0; the error was printed to
+            standard error.
+        Interrupted: the ranks were stopped by Ctrl-C.
 
     Examples:
         >>> if __name__ == "__main__":
@@ -100,7 +101,7 @@ def _check_names(options: Mapping[str, Any]) -> None:
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
-    """The command's options."""
+    """Return the options as flags of ``allhands launch``."""
     flags: list[str] = []
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -161,8 +162,8 @@ def run_call(place: str, name: str, text: str) -> None:
 
     Args:
         place: a Python file or the dotted name of a module.
-        name: of the function.
-        text: its arguments as a JSON list or object.
+        name: the function's name.
+        text: the function's arguments as a JSON list or object.
     """
     if place.endswith(".py"):
         # Let the script import files of its directory, as Python itself does.

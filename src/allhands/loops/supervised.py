@@ -52,7 +52,9 @@ class Saved:
     """The content that :func:`save_checkpoint` was given.
 
     Attributes:
-        arrays: in the same nesting, with the same types and bits.
+        step: number of completed steps.
+        arrays: the arrays in the same nesting, with the same types and bits; a module is now the
+            dictionary of its parameters.
         values: JSON values.
     """
 
@@ -79,7 +81,7 @@ def progress(step: int, *, together: bool = True) -> bool:
 
     Raises:
         ConfigError: ``step`` is not a whole number from 0.
-        PeerLostError: (from MLX, as RuntimeError) another rank has ended.
+        RuntimeError: from MLX: another rank has ended.
     """
     return this_session().progress(whole_step(step, "progress"), together)
 
@@ -94,21 +96,24 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint that is whole or absent; call it on every rank.
 
-    Rank 0 writes and returns when it is on the disk; the others return at once.
+    Rank 0 returns when the checkpoint is on the disk, the others as soon as the arrays are
+    computed.
 
     Args:
-        step: steps done.
-        arrays: dictionaries, lists and tuples of MLX arrays, plain values and modules (their
-            parameters), such as ``{"model": model, "optimizer": optimizer.state, "random":
-            mx.random.state}``.
+        step: number of completed steps.
+        arrays: dictionaries, lists and tuples of MLX arrays, plain values and modules (whose
+            parameters are saved), such as ``{"model": model, "optimizer": optimizer.state,
+            "random": mx.random.state}``.
         values: further state, as JSON values.
-        directory: of the checkpoints; ``None``: that of ``allhands launch`` (``--checkpoints``, or
-            else its log directory), or of the variable ``ALLHANDS_CHECKPOINT_DIR``.
+        directory: directory for ``checkpoints/``; ``None``: the directory of ``allhands launch``
+            (``--checkpoints``, or else its log directory), or of the variable
+            ``ALLHANDS_CHECKPOINT_DIR``.
         keep_last: number of checkpoints to keep; older ones are removed.
 
     Raises:
-        ConfigError: there is no directory, or something cannot be kept.
-        StorageError: it cannot be written; earlier checkpoints are unchanged.
+        ConfigError: there is no directory, ``step`` or ``keep_last`` is no such number, or a value
+            cannot be kept.
+        StorageError: the checkpoint cannot be written; earlier checkpoints are unchanged.
         CheckpointError: the directory has later checkpoints, and this program has not restored one.
     """
     if keep_last < 1:
@@ -125,7 +130,7 @@ def save_checkpoint(
     shape, named = take_apart(arrays, "arrays")
     contents = _Contents(whole_step(step, "save_checkpoint"), named, shape, plain)
     session = this_session()
-    session.take_over()  # so that without a directory the message comes without a traceback
+    session.take_over()  # a missing directory then gives a message without a traceback
     session.save(contents, _directory(directory), keep_last)
 
 
@@ -137,23 +142,25 @@ def last_checkpoint(*, directory: str | Path | None = None, together: bool = Tru
     the others over MLX's group, so they need not share files.
 
     Args:
-        directory: of the checkpoints; ``None``: that of ``allhands launch`` (``--checkpoints``, or
-            else its log directory), or of the variable ``ALLHANDS_CHECKPOINT_DIR``.
+        directory: directory for ``checkpoints/``; ``None``: the directory of ``allhands launch``
+            (``--checkpoints``, or else its log directory), or of the variable
+            ``ALLHANDS_CHECKPOINT_DIR``.
         together: ``False``: every rank looks for a checkpoint and reads it alone.
 
     Raises:
         ConfigError: there is no directory.
-        CheckpointError: it cannot be read, or is not one of :func:`save_checkpoint`.
+        CheckpointError: the checkpoint cannot be read, or was not written by
+            :func:`save_checkpoint`.
         DistributedError: the ranks cannot connect.
     """
     session = this_session()
-    session.take_over()  # so that without a directory the message comes without a traceback
+    session.take_over()  # a missing directory then gives a message without a traceback
     return session.load(_directory(directory), together)
 
 
 @dataclass(frozen=True)
 class _Contents:
-    """A checkpoint's content: arrays by name, how they were nested, and values."""
+    """A checkpoint's content: arrays by name, the shape of their nesting, and values."""
 
     step: int
     arrays: dict[str, mx.array]
@@ -161,12 +168,12 @@ class _Contents:
     values: dict[str, Any]
 
     def described(self) -> dict[str, Any]:
-        """Everything but the arrays, as JSON values."""
+        """Return everything except the arrays, as JSON values."""
         return {"step": self.step, "shape": self.shape, "values": self.values}
 
 
 class _LedBy:
-    """A group in which another rank counts as rank 0, because that rank sends the checkpoint."""
+    """A view of a group in which rank ``leader``, which sends the checkpoint, counts as rank 0."""
 
     def __init__(self, group: Communicator, leader: int) -> None:
         self._group = group
@@ -194,11 +201,16 @@ def this_session() -> _Session:
 
 @dataclass
 class _Session:
-    """This process's side of the job.
+    """State of this process in its job.
 
     Attributes:
+        launch: facts from the launcher.
+        context: contact with the supervisor.
+        run_id: identifier of this run, which its checkpoints have.
+        installed: True after signals and uncaught errors are handled.
         begun: True after the first call of :func:`progress`.
-        ends_with: exit code after a request to end.
+        ends_with: exit code after a request to end; 0: there was none.
+        group: the group of all ranks, once they have joined.
         seen: directories in which this rank has looked for checkpoints.
         inherited: directories with a checkpoint of an earlier run that this run has restored.
     """
@@ -234,8 +246,8 @@ class _Session:
 
         worker = self.take_over()
         worker.beat("save", contents.step)
-        # On all ranks: what is not computed yet may need all of them, and must not be left to rank
-        # 0 alone.
+        # On all ranks: an array that is not computed yet may need all of them, so rank 0 cannot
+        # compute it alone.
         mx.eval(list(contents.arrays.values()))
         if self.launch.rank == 0:
             self._write(contents, directory, keep_last)
@@ -268,12 +280,12 @@ class _Session:
         return None if described is None else _saved(described, shared_arrays(led, found, _ARRAYS))
 
     def _leader(self, group: Communicator, directory: Path) -> int | None:
-        """The first rank whose computer has the latest checkpoint; ``None`` without a checkpoint.
-        The result is the same on all ranks.
+        """Return the first rank whose computer has the latest checkpoint, the same on all ranks;
+        ``None`` without a checkpoint.
         """
         import mlx.core as mx
 
-        # By sizes alone: the rank that reads the checkpoint checks the sums.
+        # Only sizes are checked here; the rank that reads the checkpoint checks its sums.
         step = -1 if self.launch.local_rank else quick_step(directory)
         step = -1 if step is None else step
         self.seen.add(directory)
@@ -281,10 +293,10 @@ class _Session:
         return steps.index(max(steps)) if max(steps) >= 0 else None
 
     def take_over(self) -> WorkerContext:
-        """Return the contact with the supervisor. From the first call on it handles signals and
-        uncaught errors.
+        """Return the contact with the supervisor; the first call also installs handlers of signals
+        and uncaught errors.
 
-        Signals can be caught in the main thread only. In other threads, and at a prompt, Ctrl-C
+        Handlers can be installed in the main thread only. In other threads, and at a prompt, Ctrl-C
         keeps its usual effect.
         """
         if (
@@ -303,13 +315,15 @@ class _Session:
         return self.group
 
     def _wish(self, worker: WorkerContext) -> int:
-        """The exit code of a requested end of this rank; 0 without a request."""
+        """Return the exit code of a requested end of this rank; 0 without a request."""
         if number := worker.stop_requested():
             return 128 + number
         return REGROUP_CODE if worker.regroup_requested() else 0
 
     def _most(self, wish: int) -> int:
-        """The most urgent request of any rank, because signals reach ranks at different moments."""
+        """Return the most urgent request of all ranks, because signals reach them at different
+        moments.
+        """
         group = self._communicator(self.context)
         if group.size == 1:
             return wish
@@ -331,8 +345,8 @@ class _Session:
         )
         removed = prune(directory, keep_last, None, (), written)
         if removed and directory in self.inherited:
-            # This run has written enough: the checkpoints of the earlier run are older than all of
-            # them.
+            # This run has written enough checkpoints, and all of them are later than the earlier
+            # run's.
             self.inherited.discard(directory)
             prune(directory, keep_last, None, ())
 
@@ -361,7 +375,7 @@ class _Session:
         atexit.register(self._leave)
 
     def _leave(self) -> NoReturn:
-        """Run the earlier exit handlers, then end with that code.
+        """Run the exit handlers that were registered before, then end with the stop's exit code.
 
         Python calls handlers in reverse order, and this one ends the process. Handlers that the
         program has registered later would be called twice. So each of our calls registers this
@@ -377,7 +391,7 @@ class _Session:
 
 
 def _saved(described: Mapping[str, Any], arrays: Mapping[str, StoredArrayReader]) -> Saved:
-    """The saved content in the user's form; its arrays are read now, one after the other."""
+    """Return the saved content in the user's form; its arrays are read one after the other."""
     from allhands.io.nested import put_together
 
     read = {name: stored.read() for name, stored in arrays.items()}
@@ -385,7 +399,11 @@ def _saved(described: Mapping[str, Any], arrays: Mapping[str, StoredArrayReader]
 
 
 def _refuse_later(directory: Path, step: int) -> None:
-    """Refuse to begin a new run beside later checkpoints, because a restart would go on from those."""
+    """Refuse to write beside later checkpoints of another run: a restart would go on from those.
+
+    Raises:
+        CheckpointError: there are checkpoints of later steps than ``step``.
+    """
     later = [path for path in checkpoints_in(directory) if int(path.name.rpartition("-")[2]) > step]
     if later:
         raise CheckpointError(
@@ -398,10 +416,13 @@ def _refuse_later(directory: Path, step: int) -> None:
 
 
 def whole_step(step: int, where: str) -> int:
-    """``step`` as a number.
+    """Return ``step`` as an integer.
+
+    Args:
+        where: the called function, for messages.
 
     Raises:
-        ConfigError: it is not a whole number from 0.
+        ConfigError: ``step`` is not a whole number from 0.
     """
     try:
         number = operator.index(step)

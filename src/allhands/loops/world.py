@@ -97,8 +97,9 @@ class World:
         )
 
     def barrier(self) -> None:
-        """Wait until every rank has called it. Then another thread may exchange, if all earlier
-        arrays are computed.
+        """Wait until every rank has called this method.
+
+        Afterwards another thread may use the group, if all earlier arrays are computed.
         """
         from allhands.distributed.backend import finish_exchanges
         from allhands.distributed.reduce import barrier
@@ -120,7 +121,7 @@ def init(size: int | None = None) -> World:
         size: the required number of processes; ``None``: any.
 
     Raises:
-        ConfigError: there are more or fewer than ``size``.
+        ConfigError: there are more or fewer than ``size`` processes.
         DistributedError: the launcher's variables contradict each other, the ranks cannot connect,
             or the group has another size than the launcher has promised.
     """
@@ -136,10 +137,10 @@ def init(size: int | None = None) -> World:
 
 
 def world_of(launch: LaunchPlace, communicator: Communicator) -> World:
-    """Return the world of a group that was joined as ``launch`` says.
+    """Return the world of a group that this process has joined.
 
     Raises:
-        DistributedError: the group has another size.
+        DistributedError: the group has another size than ``launch``.
     """
     if communicator.size != launch.size:
         raise DistributedError(
@@ -195,11 +196,15 @@ def average_gradients(
     number of samples. With ``num_tokens`` every *token* has the same weight, as if one process had computed the batch.
 
     Args:
-        gradients: tree of arrays, the gradients of this rank's loss; the same structure on every rank.
-        group: of ``mx.distributed``; ``None``: the world of :func:`init`, checked.
-        all_reduce_size: approximate bytes of a bucket, in which arrays are exchanged together. 0 or less: one by one.
-        communication_stream: MLX stream of the sums; ``None``: the stream in use, or the one that the back-end prefers.
-            With another stream than the one in use the call waits, because two at once would mix their bytes.
+        gradients: tree of arrays, the gradients of this rank's loss; the same structure on every
+            rank.
+        group: a group of ``mx.distributed``, or a :class:`World`; ``None``: the world of
+            :func:`init`.
+        all_reduce_size: approximate bytes of a bucket, in which arrays are exchanged together; 0 or
+            less: each array is exchanged alone.
+        communication_stream: MLX stream of the sums; ``None``: the stream in use, or the one that
+            the back-end prefers. With another stream than the one in use the call waits, because
+            two exchanges at once would mix their bytes.
         communication_type: dtype of the exchanged gradients, such as ``mx.bfloat16`` for half the bytes of float32;
             ``None``: their own dtype (with ``num_tokens`` float32).
         num_tokens: trained tokens (or samples) on this rank; with 0 its gradients do not matter. It
@@ -224,7 +229,7 @@ def average_gradients(
     from allhands.distributed.backend import lent_stream, of_group
     from allhands.distributed.reduce import Exchange, mean_of_ranks, mean_of_tokens
 
-    if isinstance(communication_stream, mx.Dtype):  # its place in earlier versions of MLX
+    if isinstance(communication_stream, mx.Dtype):  # earlier versions of MLX have the dtype here
         hint = "write communication_type=... before it"
         raise _wrong("communication_stream is a dtype", hint, code="argument-invalid")
     if communication_type is not None and not mx.issubdtype(communication_type, mx.floating):
@@ -248,7 +253,7 @@ def average_gradients(
     with lent:  # computed at once, so that no other exchange runs at the same time
         try:
             mx.eval(gradients, num_tokens)
-        except ValueError:  # MLX's, of what is only traced
+        except ValueError:  # MLX raises it for arrays that are only traced
             hint = "leave communication_stream out, or give the stream that the first call gave"
             what = "another stream than the one in use, within mx.compile"
             raise _wrong(what, hint, code="stream-in-compile") from None
