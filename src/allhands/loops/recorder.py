@@ -149,7 +149,7 @@ class Metrics:
             )
         if self._ended:
             raise ConfigError(
-                "it is closed",
+                "the metrics are closed",
                 code="argument-invalid",
                 where=_WHERE,
                 hint="log within the `with` block, before close()",

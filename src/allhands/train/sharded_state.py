@@ -164,7 +164,7 @@ def _unlike(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[in
         return "gradients travel as they are now"
     before, ranks = next(iter(stored.values()))[0], next(iter(wanted.values()))[0]
     if before != ranks:
-        return f"it belongs to {counted(before, 'rank')}, of {ranks} now"
+        return f"it belongs to {counted(before, 'rank')}, and now there are {ranks}"
     return "" if stored == wanted else "gradients travel in other arrays now"
 
 
