@@ -1,1 +1,4 @@
-"""Needs of a training, from the numbers of a model and of a step. It uses neither a device nor MLX."""
+"""Plan of a training: its time, memory and cost, from figures of a model and a step.
+
+Nothing here computes on a device or uses MLX.
+"""

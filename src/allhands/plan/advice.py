@@ -1,4 +1,4 @@
-"""Advice on distributing a training, as a chart of questions with a path and its end."""
+"""Advice on distributing a training: the path through a chart of questions, and its end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAVED = 0.15
 _WORTH = 1.0 / (1.0 - SAVED)  # as a speed-up
 # Larger batches change the training: they must make it at least this many times as fast.
 _WORTH_ANOTHER = 1.3
-_FELT = 0.2  # of a step on several computers: a longer exchange is mentioned
+_FELT = 0.2  # part of a step from which on the exchange is mentioned
 _SETUP_S = 4 * HOUR_S  # time to make several computers ready for the first time
 
 
@@ -40,13 +40,15 @@ class Offer:
     """Several computers on which the training fits.
 
     Attributes:
+        machines: number of computers.
         names: names of the computers.
-        training_s: seconds of the whole training; ``speed_up`` against one computer that has all
-            its cores.
+        training_s: seconds of the whole training.
+        speed_up: speed-up against one process that has a whole computer.
         exposed: the part of a step in which ranks wait for the exchange.
-        accumulated: the speed-up if four batches' gradients are exchanged as one.
-        flags: flags that start it there; ``more``: those that save memory.
-        weights: for ``--rank-weights``; empty if the computers are equal.
+        accumulated: the speed-up if the gradients of four batches are exchanged as one.
+        flags: flags that start the training there.
+        more: flags that save memory, a part of ``flags``.
+        weights: values for ``--rank-weights``; empty if the computers are equal.
     """
 
     machines: int
@@ -60,7 +62,7 @@ class Offer:
     weights: tuple[float, ...] = ()
 
     def fast(self, at: Situation) -> str:
-        """Describe the speed of the computers."""
+        """Return the speed-up on these computers, in words."""
         return f"{as_fast(self.speed_up)} on {at.several(self.machines)}"
 
 
@@ -71,31 +73,31 @@ class Situation:
     Attributes:
         again: True if such a training is needed more than once.
         alone_s: seconds of the whole training on one computer.
-        fits_one: True if it fits one computer as requested; ``fits_smaller``: flags with which it
-            fits, and which change no result.
-        offer: the number of computers worth taking, if any is, else the best of several; ``None``
-            if it does not fit several computers, or there are no others; ``rounded``: the same with
-            weights in 4 bits.
-        larger: the number of computers that gains most if four batches' gradients are exchanged as
-            one; ``None``: that of ``offer``.
-        machines: number of computers that there are, or could be.
+        fits_one: True if the training fits one computer as requested.
+        fits_smaller: flags with which the training fits one computer; empty if there are none.
+        offer: the computers that are worth taking, without a change of the model. If none are: the
+            best of several computers. ``None`` if the training does not fit several computers, or
+            there are no others.
+        machines: number of computers that exist or are imagined.
         enough: number of computers beyond which each further one saves less than 5 %.
         together: True if the machines are processes of one computer.
-        imagined: True if the others are only imagined.
-        faster: a faster link in place of this one; ``adapters``: True if only small adapters are
-            trained and exchanged.
+        imagined: True if the other computers are only imagined.
+        faster: a faster link in place of this one, in words.
+        adapters: True if only small adapters are trained and exchanged.
         one: the computer that "one machine" means, if they differ.
         unable: computers that cannot hold their share, each with its figures.
         packed: True if gradients are already sent in fewer bytes.
         rows: rows of a batch; 0 if not known.
         kind: kind of processor.
         doubt: reason not to conclude anything; empty if there is none.
-        pipeline: several computers with the model's blocks divided among them, if it fits no single
+        rounded: like ``offer``, but also with weights in 4 bits.
+        larger: the computers that gain most if the gradients of four batches are exchanged as one;
+            ``None``: those of ``offer``.
+        pipeline: several computers that divide the model's blocks, if the model fits no single one.
+        parts: several computers that divide arrays, matrices or rows, if the model fits no single
             one.
-        parts: several computers with arrays, matrices or rows divided among them, if it fits no
-            single one.
-        inside: several computers that divide matrices or rows, if that takes less time than
-            anything else.
+        inside: several computers that divide matrices, experts or rows, if that takes less time
+            than every other way.
     """
 
     again: bool
@@ -123,19 +125,20 @@ class Situation:
 
     @property
     def several_hold(self) -> bool:
-        """Return whether several computers hold this model, divided in some way."""
+        """Return whether several computers can hold the model, divided among them."""
         return self.pipeline is not None or self.parts is not None
 
     @property
     def smaller(self) -> str:
-        """The flags with which it fits one; not weights in 4 bits, another model, if several hold
-        this one.
+        """Flags with which the training fits one computer.
+
+        Not weights in 4 bits if several computers can hold the model as it is.
         """
         return "" if self.several_hold and QUANTISE in self.fits_smaller else self.fits_smaller
 
     @property
     def divided(self) -> Offer | None:
-        """The offer, likewise."""
+        """The offer; none with weights in 4 bits if several computers can hold the model."""
         rounded = self.offer is not None and QUANTISE in f"{self.offer.flags} {self.offer.more}"
         return None if self.several_hold and rounded else self.offer
 
@@ -146,7 +149,7 @@ class Situation:
 
     @property
     def saved_s(self) -> float:
-        """Return the time that several computers save."""
+        """Return the seconds that several computers save."""
         seconds = [each.training_s for each in (self.offer, self.inside) if each is not None]
         return max(0.0, self.alone_s - min(seconds, default=self.alone_s))
 
@@ -188,7 +191,9 @@ class Advice:
 
     Attributes:
         path: the questions in their order.
-        title: the advice in a few words; ``reasons``: a sentence for each reason.
+        outcome: the end of the path.
+        title: the advice in a few words.
+        reasons: a sentence for each reason.
         machines: the advised number of computers.
     """
 
@@ -209,7 +214,8 @@ STAGES = "Does it fit if the model is divided?"
 PAYS = f"Do they save {100 * SAVED:.0f} % of the time or more?"
 FAST = "Is the link fast enough?"
 LARGER = "Would larger batches pay?"
-# The answer of the chart that leads to each strategy, its outcome, and what a rank has.
+# For each strategy: the answer of the chart that leads to it, its outcome, and a rank's part in
+# words.
 _DIVIDED: dict[str, tuple[str, Outcome, str]] = {
     "pipeline": ("in blocks", "pipeline", "each with some of the blocks"),
     "fsdp": ("each array", "fully sharded", "each with a part of every array"),
@@ -221,20 +227,24 @@ _INSIDE = "each row by several"
 
 
 def _divided_by(way: Way) -> tuple[str, Outcome, str]:
-    """Return the words for the first of the combined ways of dividing."""
+    """Return the entry of :data:`_DIVIDED` for the first strategy of a combined way."""
     first, _, _ = way.strategy.partition("+")
     return _DIVIDED["fsdp" if first == "zero2" else first]
 
 
 class _Walk:
-    """The questions that were asked so far."""
+    """Recorder of the questions that were asked so far."""
 
     def __init__(self) -> None:
         self._path: list[Question] = []
 
     def ask(self, text: str, yes: bool, why: str, but: str = "", besides: str = "") -> bool:
-        """Record a question and return its answer; ``but`` or ``besides`` explains an unusual
-        branch after "no" or "yes".
+        """Record a question, and return the answer ``yes``.
+
+        Args:
+            why: reason for the answer.
+            but: words after "no" if the path goes on in an unusual way.
+            besides: words after "yes" if the path goes on in an unusual way.
         """
         answer = (
             f"no{f', but {but}' if but else ''}"
@@ -249,7 +259,7 @@ class _Walk:
 
 
 def advise(at: Situation) -> Advice:
-    """Follow the chart."""
+    """Return the advice: answer the chart's questions until the path ends."""
     walk = _Walk()
     if at.doubt:
         return walk.end(
@@ -259,7 +269,7 @@ def advise(at: Situation) -> Advice:
 
 
 def _done_soon(at: Situation, walk: _Walk) -> Advice | None:
-    """End if one machine finishes before several are worth it; ``None``: the questions go on."""
+    """End if one machine finishes before several are worth it; ``None``: the path goes on."""
     large = "" if at.fits_one else "too large"
     # Processes of one computer need nothing set up.
     worth = "long" if at.saved_s >= _SETUP_S else "nothing to set up" if at.together else ""
@@ -295,8 +305,8 @@ def _saved(at: Situation, judged: str) -> str:
 
 
 def _unfit(at: Situation, walk: _Walk) -> Advice | None:
-    """End if one machine cannot hold the training as requested; ``None``: it can, or several save
-    much.
+    """End if one machine cannot hold the training as requested; ``None``: it can, or several
+    machines save much time.
     """
     not_so = "" if at.fits_one else "not "
     if walk.ask(FITS, at.fits_one, f"{at.one and f'{at.one}, '}{not_so}as it is asked for"):
@@ -309,7 +319,7 @@ def _unfit(at: Situation, walk: _Walk) -> Advice | None:
 
 
 def _helped(at: Situation, walk: _Walk) -> Advice:
-    """Go on if one machine is enough, by the time that others save."""
+    """Return the advice if one machine is enough, by the time that others save."""
     there = (
         f"{'if there were ' if at.imagined else ''}{at.machines} in all"
         if at.machines > 1
@@ -332,7 +342,7 @@ def _helped(at: Situation, walk: _Walk) -> Advice:
 
 
 def _why_no_others(at: Situation) -> tuple[str, ...]:
-    """Return why no other computer can help, and which could with weights in 4 bits."""
+    """Return why no other computer can help, and the offer with weights in 4 bits, if any."""
     reasons = at.unable or ("no other computer with memory enough is named",)
     if at.rounded is None:
         return reasons
@@ -421,8 +431,8 @@ def as_fast(times: float) -> str:
 
 
 def _too_large(at: Situation, walk: _Walk) -> Advice:
-    """End if one machine cannot hold the training: smaller, on several for their memory, or nowhere
-    here.
+    """End if one machine cannot hold the training: with less memory, on several machines, or with
+    advice to get more.
     """
     rounded = (
         "only with weights in 4 bits, which are rounded"
@@ -445,8 +455,8 @@ def _too_large(at: Situation, walk: _Walk) -> Advice:
 
 
 def _model_divided(at: Situation, walk: _Walk) -> Advice | None:
-    """End with the fastest way in which several computers divide the model, or rows; ``None``: none
-    fits.
+    """End with the fastest way in which several computers divide the model or rows; ``None``: no
+    way fits.
     """
     parts, stages = at.parts, at.pipeline
     if stages is not None and (parts is None or stages.training_s <= parts.training_s):
@@ -459,7 +469,7 @@ def _model_divided(at: Situation, walk: _Walk) -> Advice | None:
 
 
 def _nowhere(at: Situation, walk: _Walk, over: str) -> Advice:
-    """End if the model fits nowhere here in any way."""
+    """End if the model does not fit these computers in any way."""
     walk.ask(STAGES, False, over)
     where = "more of them hold a model that is fully sharded, each its part (--strategy fsdp), or a pipeline's blocks"
     if at.kind == "cuda":
@@ -482,7 +492,7 @@ def _same(flags: str) -> str:
 
 
 def _divided(at: Situation, offer: Offer, walk: _Walk) -> Advice:
-    """End with several computers for their memory, without regard to the saved time."""
+    """End with data parallel on several computers, because of their memory and not for speed."""
     before, divided, more = offer.flags.partition(SHARD)
     title, why = "data parallel, each with its share", f"a share takes less memory: {before}"
     if divided:
@@ -520,8 +530,8 @@ def _fast(at: Situation, way: Way) -> str:
 
 
 def _in_parts(at: Situation, way: Way, walk: _Walk) -> Advice:
-    """End with divided arrays, matrices or rows: the model or a row fits no single computer, but
-    its parts fit several.
+    """End with divided arrays, matrices, experts or rows: the model or a row fits no single
+    computer, but its parts fit several.
     """
     other = at.pipeline
     slower = (
@@ -541,8 +551,8 @@ def _in_parts(at: Situation, way: Way, walk: _Walk) -> Advice:
 
 
 def _inside(at: Situation, way: Way, walk: _Walk) -> Advice:
-    """End with divided matrices or rows: one machine is enough, but this is faster than every other
-    way.
+    """End with divided matrices, experts or rows: one machine is enough, but this way is the
+    fastest.
     """
     other = at.offer
     shares = (

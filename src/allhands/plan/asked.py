@@ -29,7 +29,7 @@ from allhands.run.strategy_choice import require_fit
 
 
 def asks(config: TrainConfig) -> bool:
-    """Return whether options ask for a way of dividing a model or its rows."""
+    """Return whether options ask for a way of dividing a model or its rows by token positions."""
     return (
         config.strategy == "pipeline"
         or is_sharded(config)
@@ -38,15 +38,15 @@ def asks(config: TrainConfig) -> bool:
 
 
 def require_asked(config: TrainConfig, values: Mapping[str, Any], ranks: int, backend: str) -> None:
-    """Refuse a division that so many ranks cannot train with, for the same reasons as training.
+    """Refuse a division that a training with ``ranks`` ranks would refuse.
 
     Args:
         values: the model's config.json.
-        backend: of the ranks; empty: not known.
+        backend: the communication back-end; empty: not known.
 
     Raises:
-        ConfigError: ranks, back-end, optimizer or sizes do not allow it.
-        ModelError: the architecture does not.
+        ConfigError: the ranks, back-end, optimizer or sizes do not allow the division.
+        ModelError: the architecture does not allow the division.
     """
     require_divisible(config, ranks, values)
     mesh = piped(config, Mesh(0, ranks))
@@ -73,13 +73,13 @@ def divided_ways(
     *,
     together: bool = False,
 ) -> Iterator[Way]:
-    """Yield the requested way, and the ways that the model, the other options and the number of
-    computers allow.
+    """Yield the requested way of dividing, and all ways that the model, the other options and the
+    number of computers allow.
 
     Their memory is not checked yet.
 
     Args:
-        together: True for the ways in which ranks divide two things at once.
+        together: True: only the ways in which ranks divide arrays, and also experts or rows.
     """
     ranks = len(team)
     if job.blocks is None or job.work is None or ranks < 2 or job.rounds is not None:
@@ -94,8 +94,8 @@ def divided_ways(
 
 
 def _wanted(job: Job, work: Work, ranks: int, *, together: bool) -> Iterator[TrainConfig]:
-    """The options of the training, where they ask for a way, and those by which so many ranks
-    divide arrays, matrices, experts or rows; ``together``: those for arrays and something else.
+    """Yield the requested options, and the options for each possible way of dividing arrays,
+    matrices, experts or rows; ``together``: as in :func:`divided_ways`.
     """
     if job.asked is not None and not together:
         yield job.asked
@@ -110,8 +110,8 @@ def _wanted(job: Job, work: Work, ranks: int, *, together: bool) -> Iterator[Tra
 
 
 def best_divided(ways: Sequence[Way]) -> Way | None:
-    """Return the way that fits and takes the least time; one with more computers only if they are
-    worth it, see :data:`FEWER`.
+    """Return the fastest way that fits; one with more computers only if it takes less than
+    :data:`FEWER` of the time. ``None`` if none fits.
     """
     best: Way | None = None
     able = [way for way in ways if way.fits is not False]

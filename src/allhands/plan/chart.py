@@ -1,6 +1,6 @@
-"""The chart of questions as a picture, with the path, and the times above it.
+"""Picture of the chart of questions with the path of an advice, and of the times above it.
 
-It is narrow with large letters, so that it can be read on a phone.
+The picture is narrow and its letters are large, so that it can be read on a phone.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ _ARROWS = [
     for end, answer in zip(ends, ("yes", "no"), strict=True)
 ]
 
-# In inches: the picture, its margin, the middles of its two columns, a line of text, and gaps.
+# In inches: width and margin of the picture, middles of its columns and of the space between them,
+# height of a line of text, and gaps.
 _WIDTH, _MARGIN = 6.2, 0.15
 _LEFT, _RIGHT, _BETWEEN = 2.2, 5.15, 4.03
 _LINE, _PAD, _GAP = 0.19, 0.11, 0.34
@@ -67,7 +68,15 @@ _BAR = 0.34
 
 @dataclass(frozen=True)
 class Arrow:
-    """From a question to what follows on an answer; ``beside`` another one between the same two."""
+    """An arrow from a question to the next question or outcome.
+
+    Attributes:
+        start: the question.
+        end: the next question, or the outcome.
+        word: the answer.
+        taken: True if the path has this arrow.
+        beside: True if the usual arrow between the same two is drawn, too.
+    """
 
     start: str
     end: str
@@ -77,9 +86,7 @@ class Arrow:
 
 
 def arrows_of(advice: Advice) -> list[Arrow]:
-    """Return the arrows of the chart: each answer's usual one, and those of exceptions that were
-    taken.
-    """
+    """Return the chart's arrows: the usual arrow of each answer, and unusual ones of the path."""
     stations = [question.text for question in advice.path] + [advice.outcome]
     taken = {
         (start, end, question.answer)
@@ -92,11 +99,11 @@ def arrows_of(advice: Advice) -> list[Arrow]:
 
 
 def draw_chart(outlook: Outlook, out: Path) -> Path:
-    """Write the picture; return its path.
+    """Write the picture, and return its path; without a suffix it gets ``.png``.
 
     Raises:
         ConfigError: the suffix of ``out`` is no picture's.
-        StorageError: it cannot be written.
+        StorageError: the picture cannot be written.
     """
     out = out if out.suffix or not out.name else out.with_suffix(".png")
     title = outlook.advice.title
@@ -148,7 +155,7 @@ def told_of(outlook: Outlook) -> list[str]:
 
 
 def bars_of(outlook: Outlook) -> list[tuple[str, float, bool]]:
-    """Return for each bar its name, the seconds of the whole training, and whether it is advised."""
+    """Return each bar: its name, the seconds of the whole training, and whether it is advised."""
     job = outlook.job
     one, several = ("process", "processes") if job.together else ("machine", "machines")
     several_advised = outlook.advised > 1
@@ -170,8 +177,8 @@ def bars_of(outlook: Outlook) -> list[tuple[str, float, bool]]:
 
 
 def _with_bars(outlook: Outlook) -> list[int]:
-    """Numbers of computers: all that have a line, or of many those that are powers of two, and what
-    is advised.
+    """Return the numbers of computers that have a bar: all lines; if there are many, powers of two
+    and the advised number.
     """
     numbers = [line.machines for line in outlook.lines]
     if len(numbers) <= _MOST_BARS:
@@ -209,7 +216,7 @@ def _draw_bars(axes: Axes, bars: Sequence[tuple[str, float, bool]]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Node:
-    """A question, or an outcome beside or below its question; ``x`` and ``y`` are its middle."""
+    """A question or an outcome in the picture; ``x`` and ``y`` are its middle, in inches."""
 
     x: float
     y: float
@@ -226,22 +233,24 @@ def _high(lines: Sequence[str]) -> float:
 
 
 def _asked(advice: Advice, text: str) -> tuple[list[str], bool]:
-    """Return the lines of a question, with the answer where it was asked, and whether it was."""
+    """Return the lines of a question, with its answer if it was asked, and whether it was asked."""
     answers = [f"{one.answer}: {one.why}" for one in advice.path if one.text == text]
     return [line for each in (text, *answers) for line in textwrap.wrap(each, 40)], bool(answers)
 
 
 def _ended(advice: Advice, name: Outcome, question: str, wide: int) -> tuple[list[str], bool]:
-    """Return the lines of an outcome, which are the advice if the path ends there, and whether it
-    does.
+    """Return the lines of an outcome, and whether the path ends there; the lines are then the
+    advice.
     """
     ends = bool(advice.path) and (advice.outcome, advice.path[-1].text) == (name, question)
     return textwrap.wrap(advice.title if ends else _OUTCOMES[name], wide - 3 * ends), ends
 
 
 def _placed(advice: Advice, y: float) -> tuple[dict[tuple[str, str], _Node], float]:
-    """Place questions as ``(question, "")`` and outcomes with the question that leads to them; also
-    return the end.
+    """Place the nodes below ``y``; return them and the height of the picture.
+
+    The key of a question is ``(question, "")``, and that of an outcome has the question that leads
+    to it.
     """
     nodes: dict[tuple[str, str], _Node] = {}
     for question in _FOLLOWS:
@@ -264,7 +273,7 @@ def _placed(advice: Advice, y: float) -> tuple[dict[tuple[str, str], _Node], flo
 
 
 def _draw_node(axes: Axes, node: _Node, *, is_outcome: bool) -> Any:
-    """Draw a node; its box."""
+    """Draw a node, and return its box."""
     look = (
         {"fc": _FILLED, "ec": _TAKEN, "lw": 2.2}
         if node.taken
@@ -283,7 +292,7 @@ def _draw_node(axes: Axes, node: _Node, *, is_outcome: bool) -> Any:
 
 
 def _draw_path(axes: Axes, advice: Advice, nodes: Mapping[tuple[str, str], _Node]) -> None:
-    """Draw the nodes, and arrows from the edge of one to that of the other."""
+    """Draw the nodes, and arrows between their edges."""
     boxes = {
         node: _draw_node(axes, node, is_outcome=bool(question))
         for (_, question), node in nodes.items()
@@ -301,7 +310,7 @@ def _draw_path(axes: Axes, advice: Advice, nodes: Mapping[tuple[str, str], _Node
             "patchA": boxes[start],
             "patchB": boxes[end],
         }
-        # Of two between the same nodes one is to the left, one to the right.
+        # Two arrows between the same nodes: one is to the left, the other to the right.
         side = 0.5 if arrow.beside else -0.5 if (arrow.start, arrow.end) in doubled else 0.0
         word = (
             start.x + side + 0.08,
@@ -313,7 +322,7 @@ def _draw_path(axes: Axes, advice: Advice, nodes: Mapping[tuple[str, str], _Node
             word = _BETWEEN, (start.y + end.y) / 2 - 0.04, "center", "bottom"
         elif (
             end.y - start.y > start.high / 2 + end.high / 2 + 3 * _GAP
-        ):  # past others, along the margin
+        ):  # past other nodes, along the margin
             out = _MARGIN + (0.0 if arrow.start == chart.FITS else 0.2)
             look["connectionstyle"] = f"bar,fraction={(start.x - out) / (end.y - start.y)}"
             word = out + 0.05, start.y + start.high / 2 + 0.05, "left", "top"

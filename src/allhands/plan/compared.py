@@ -1,4 +1,4 @@
-"""A plan beside the run that followed: figures, and options that differ."""
+"""Comparison of a plan with the run that followed: figures, and options that differ."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from allhands.plan.strategies import CHECKPOINT, QUANTISE
 
 Key = Literal["start", "step", "tokens", "exchange", "steps", "validations", "memory", "expected"]
 
-# Difference from which on a figure is not as planned, as a part of the planned value.
+# Difference from which on a figure is not as planned, relative to the planned value.
 _OFF = {"seconds": 0.15, "bytes": 0.10}
 # Figures that explain others, and are not judged.
 _EXPLAIN = ("tokens", "exchange")
-_PART = 0.05  # of the whole time: shorter validations are not told
+_PART = 0.05  # part of the time of all steps: shorter validations are not shown
 # Options that change the whole time, but not the time of a step.
 _LENGTH = ("iters", "epochs")
 _OF_VALIDATIONS = ("steps_per_eval", "val_batches")
@@ -39,12 +39,12 @@ _RESOLVED = (
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure, planned and measured; ``None`` where it is not known.
+    """One figure, planned and measured; ``None`` if a value is not known.
 
     Attributes:
         key: name of the figure; ``expected`` is the memory that the run itself expected.
         of: description in words.
-        marked: whether plan and run differ in options that change it.
+        marked: True if plan and run differ in options that change the figure.
     """
 
     key: Key
@@ -55,19 +55,19 @@ class Figure:
 
     @property
     def unit(self) -> Literal["seconds", "bytes", "tokens"]:
-        """Return the common unit of both."""
+        """Return the unit of the planned and the measured value."""
         if self.key == "tokens":
             return "tokens"
         return "bytes" if self.key in ("memory", "expected") else "seconds"
 
     @property
     def ratio(self) -> float | None:
-        """Measured by planned."""
+        """Measured value divided by the planned one; ``None`` if one is not known."""
         return self.measured / self.planned if self.planned and self.measured is not None else None
 
     @property
     def judged(self) -> bool:
-        """Return whether the figure is judged; the others explain those that are."""
+        """Return whether the figure is judged; figures that are not judged explain others."""
         return self.ratio is not None and self.key not in _EXPLAIN
 
     @property
@@ -106,10 +106,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run beside its plan.
+    """Result of the comparison of a run with its plan.
 
     Attributes:
-        notes: what cannot be compared, in words.
+        made: time of the plan, Unix time in seconds.
+        machines: number of ranks of the run.
+        notes: figures that cannot be compared and why, in words.
     """
 
     made: float
@@ -119,7 +121,7 @@ class Comparison:
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, in seconds and bytes."""
+        """Return plain values, in seconds and bytes."""
         figures = [
             {**asdict(one), "unit": one.unit, "ratio": one.ratio, "off": one.off}
             for one in self.figures
@@ -130,12 +132,12 @@ class Comparison:
 def compare(
     plan: KeptPlan, history: RunHistory, config: Mapping[str, Any], samples: Sequence[Sample] = ()
 ) -> Comparison:
-    """Put the run beside the plan; nothing is interpolated.
+    """Compare a run with its plan; no figure is interpolated.
 
     Args:
-        history: of a run that says how it began.
+        history: metrics of the run, with its start.
         config: the run's options, by name; empty if not known.
-        samples: of its processes; none: the time to the start is not known.
+        samples: samples of the run's processes; none: the time to the start is not known.
     """
     return _Compared(plan, history, config, samples).found()
 
@@ -194,7 +196,7 @@ class _Compared:
         )
 
     def _differs(self, *but: str) -> bool:
-        """Tell if plan and run differ in an option, ``but`` for some."""
+        """Return whether plan and run differ in an option, except the options ``but``."""
         return any(one.option not in but for one in self.differences)
 
     # --- times ------------------------------------------------------------------------------------
@@ -227,7 +229,7 @@ class _Compared:
             )
         if way is None:
             yield from self._whole(line.training_s - start_s, line.validation_s)
-        else:  # validations take longer like steps
+        else:  # validations take longer by the same factor as steps
             more = way.step_s / line.prediction.step_s
             yield from self._whole(way.training_s - start_s, line.validation_s * more)
 
@@ -237,7 +239,7 @@ class _Compared:
         return ways[0] if ways and ways[0].step_s and ways[0].training_s else None
 
     def _whole(self, steps_s: float, validation_s: float) -> Iterator[Figure]:
-        """Yield the time of all steps, and of all validations unless it is very short."""
+        """Yield the time of all steps, and of all validations unless that is very short."""
         history, planned, ran = self.history, self.plan.steps, self.started.total_steps
         marked = self._differs(*_LENGTH, "steps")
         name = (
@@ -260,7 +262,9 @@ class _Compared:
             )
 
     def _start_s(self) -> float | None:
-        """Return the seconds from the first process to the first step, if that has been seen."""
+        """Return the seconds from the start of the first process to the first step; ``None`` if not
+        known.
+        """
         first = self.history.starts[0].time if self.history.starts else None
         began = [one.began for one in self.samples if one.attempt == 1 and one.began is not None]
         return first - min(began) if first is not None and began and min(began) <= first else None
@@ -268,8 +272,8 @@ class _Compared:
     # --- memory -----------------------------------------------------------------------------------
 
     def _memory(self) -> Iterator[Figure]:
-        """Yield the peak beside the plan's way of dividing the work as the run did, if the plan has
-        it.
+        """Yield the peak memory, compared with the planned way that divides the work as the run
+        did, if the plan has this way.
         """
         ways, same = self._ways(), [*_OF_LENGTH]
         if self.ranks > 1:
@@ -277,8 +281,8 @@ class _Compared:
         if not ways:
             return
         way, saving = self._saving(ways)
-        # On an NVIDIA GPU a rank takes more where it is free; what it needs was seen in a step with
-        # nothing ahead.
+        # On an NVIDIA GPU a rank takes more memory than it needs if memory is free. Its need was
+        # measured in a step without work queued ahead.
         needed = any(report.needed_bytes for report in self.reports)
         name = f"memory {'that a rank needs' if needed else 'of a rank at its peak'} ({way.name})"
         peaks = [
@@ -302,7 +306,7 @@ class _Compared:
         return [way for way in ways if self.ranks == 1 or way.strategy == self._strategy()]
 
     def _strategy(self) -> str:
-        """Return the way in which the run divided the work, by the name that the plan has for it."""
+        """Return the way in which the run divided the work, by its name in the plan."""
 
         def given(name: str, usual: Any) -> Any:
             return self.config.get(name, self.plan.options.get(name, usual))
@@ -313,15 +317,15 @@ class _Compared:
         choice = str(given("strategy", "auto"))
         if choice != "auto":
             return choice
-        # As auto decides, for trainings that are large enough.
+        # This is the choice of ``auto`` for a training that is large enough.
         divided = can(self.started.backend, "overlap") and bool(self.config.get("master_weights"))
         return "zero1" if divided else "data"
 
     def _saving(self, ways: Sequence[KeptMemory]) -> tuple[KeptMemory, Sequence[str]]:
-        """Return the planned way with the run's further options that save memory, and the names of
-        these options.
+        """Return the planned way with the run's options that save memory, and the names of these
+        options.
 
-        That is the way with all of them, else with one of them, else the plain way.
+        It is the way with all of these options, else with one of them, else the plain way.
         """
         options, config = self.plan.options, self.config
         flags = {"micro_batch_tokens": f"--micro-batch-tokens {config.get('micro_batch_tokens')}"}
@@ -339,9 +343,7 @@ class _Compared:
         return plain, ()
 
     def _expected(self) -> Iterator[Figure]:
-        """Yield the memory that the ranks expected of themselves before their first step, where
-        they could.
-        """
+        """Yield the memory that the ranks expected before their first step, if they did."""
         told = [
             one.estimated_bytes or one.mlx_estimated_bytes or 0
             for one in self.samples
@@ -360,7 +362,7 @@ class _Compared:
     # --- options ----------------------------------------------------------------------------------
 
     def _differences(self) -> Iterator[Difference]:
-        """Yield the options in which plan and run differ, without the numbers of ranks."""
+        """Yield the options in which plan and run differ, except the number of ranks."""
         plan, started = self.plan, self.started
         yield from self._other_options()
         if (measured := plan.measured) is not None:
@@ -384,7 +386,7 @@ class _Compared:
 
     def _other_options(self) -> Iterator[Difference]:
         options = self.plan.options
-        # The options have the directory that the model was found in.
+        # ``config`` has the directory in which the model was found.
         trained: dict[str, Any] = {**self.config, "model": self.started.model}
         # If the plan leaves a choice open, the run's options have the result; full training has no
         # adapters.
@@ -405,8 +407,8 @@ def _other(
 
 
 def _counted(history: RunHistory) -> list[TrainReport]:
-    """Return the reports of the latest number of ranks, without the first, which includes the
-    start.
+    """Return the reports since the last change of the number of ranks, without the first report,
+    which includes the start.
     """
     starts = history.starts
     other = [place for place, start in enumerate(starts) if start.num_ranks != starts[-1].num_ranks]
@@ -416,7 +418,7 @@ def _counted(history: RunHistory) -> list[TrainReport]:
 
 
 def _met_nothing_new(history: RunHistory, reports: Sequence[TrainReport]) -> Sequence[TrainReport]:
-    """Return the reports without new shapes, which take longer, if there are several."""
+    """Return the reports without new shapes, whose steps take longer; all if only one remains."""
     old = {
         report.step for before, report in pairwise(history.train) if before.shapes == report.shapes
     }
@@ -430,7 +432,7 @@ def _typical(values: Iterator[float]) -> float | None:
 
 
 def _processor(history: RunHistory) -> str | None:
-    """Return the processor whose memory is counted; ``None`` if it is unknown."""
+    """Return whose memory the run's reports count, ``cpu`` or ``gpu``; ``None`` if unknown."""
     last = history.last
     if (
         last is None
@@ -454,7 +456,7 @@ def _same(name: str, planned: Any, trained: Any) -> bool:
 
 
 def _flag(name: str, value: Any) -> str:
-    """The option as it is written on a command line."""
+    """Return the option as it is written on a command line."""
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
         return flag if value else f"--no-{flag[2:]}"

@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 
 from allhands.io.formatting import format_bytes
 
-_ALL_SHOWN = 16  # lines of a table; of more computers only powers of two have one
+_ALL_SHOWN = 16  # lines of a table; for more computers there are only lines for powers of two
 
 
 @dataclass(frozen=True)
 class Computer:
-    """A computer, or the part of one that a rank has.
+    """A computer, or a rank's part of a computer.
 
     Attributes:
         name: its usual name.
-        speed: relative to the computer on which a step was measured or estimated.
+        speed: speed relative to the computer on which a step was measured or estimated.
         usable_bytes: memory that a training may take; ``None`` if unknown.
         memory_bytes: all of its memory.
         why: why a training may take less than all memory, in words.
-        watts: power while it trains.
-        part: rank's part of a computer that several ranks share.
+        watts: power during training.
+        part: the rank's part, if several ranks share the computer.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Computer:
 
     @property
     def memory_told(self) -> str:
-        """Its memory, and the usable part of it, in words."""
+        """The computer's memory, and the usable part of it, in words."""
         if self.usable_bytes is None:
             return "memory not known"
         if self.memory_bytes is None or self.memory_bytes <= self.usable_bytes:
@@ -44,7 +44,7 @@ class Computer:
         return f"{format_bytes(self.usable_bytes)} of {format_bytes(self.memory_bytes)} for training{why}"
 
     def holds(self, num_bytes: int) -> bool | None:
-        """Return whether a rank of so many bytes fits; ``None`` if that is not known."""
+        """Return whether a rank that needs ``num_bytes`` fits; ``None`` if that is not known."""
         return None if self.usable_bytes is None else num_bytes <= self.usable_bytes
 
 
@@ -64,13 +64,13 @@ def fractions(team: Sequence[Computer]) -> tuple[float, ...]:
 
 
 def largest(computers: Sequence[Computer]) -> Computer:
-    """Return the computer with the most memory; of equal ones the fastest."""
+    """Return the computer with the most memory; if several have as much, the fastest of these."""
     return max(computers, key=lambda each: (each.usable_bytes or 0, each.speed))
 
 
 def alone(computers: Sequence[Computer], num_bytes: int | None) -> Computer:
-    """Return the computer for a training of so many bytes alone: the fastest that holds it, else
-    the largest.
+    """Return the best single computer for a training that needs ``num_bytes``: the fastest that
+    holds it, else the one with the most memory.
     """
     able = [each for each in computers if num_bytes is None or each.holds(num_bytes) is not False]
     if able:
@@ -81,8 +81,10 @@ def alone(computers: Sequence[Computer], num_bytes: int | None) -> Computer:
 def ordered(
     computers: Sequence[Computer], first: Computer, able: Callable[[Computer], bool]
 ) -> Team:
-    """Return the computers in the order in which they are added: the first one, then those that can
-    take part, the fastest first.
+    """Return the computers in the order in which they are added.
+
+    ``first`` comes first, then computers that are ``able`` to take part, then all others; in each
+    group the fastest come first.
     """
     others = list(computers)
     others.remove(first)
@@ -90,7 +92,7 @@ def ordered(
 
 
 def shown(most: int) -> list[int]:
-    """Return the numbers of computers that have a line, of up to so many."""
+    """Return the numbers of computers, up to ``most``, that have a line in tables."""
     if most <= _ALL_SHOWN:
         return list(range(1, most + 1))
     powers = [2**power for power in range(most.bit_length())]
@@ -98,7 +100,7 @@ def shown(most: int) -> list[int]:
 
 
 def listed(computers: Sequence[Computer]) -> list[str]:
-    """List each kind of computer once, with its number and its memory."""
+    """Return a line for each kind of computer, with its number, memory and speed."""
     first = computers[0]
     told: list[str] = []
     for each, number in Counter(replace(one, watts=None) for one in computers).items():
@@ -112,7 +114,7 @@ def listed(computers: Sequence[Computer]) -> list[str]:
 
 
 def names(computers: Sequence[Computer]) -> str:
-    """Return all of them in a few words: ``2 x M1 Pro 32GB, M1 16GB``."""
+    """Return the names of all computers in a few words: ``2 x M1 Pro 32GB, M1 16GB``."""
     counted = Counter(each.name for each in computers)
     return ", ".join(_times(name, number) for name, number in counted.items())
 

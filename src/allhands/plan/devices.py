@@ -1,4 +1,4 @@
-"""Computers by description: their memory, and a rough time of a training of known size."""
+"""Computers that are only named: their memory, and a rough time of a training of known size."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from allhands.errors import ConfigError
 
-# Part of a GPU's peak products that a training reaches; an estimate within a factor of 1.5.
+# Part of a GPU's peak FLOP/s that a training reaches; an estimate within a factor of 1.5.
 _USED = {"cuda": 0.45, "metal": 0.35}
-# Part of the memory for arrays: macOS keeps a quarter for itself, and a driver with its kernels
-# takes about a GB.
+# Part of the memory that arrays may take: macOS keeps a quarter for itself, and a driver with its
+# kernels takes about a GB.
 USABLE = {"cuda": 0.94, "metal": 0.75}
 MAC_KEEPS = "macOS keeps the rest from the GPU"
 DRIVER_TAKES = "the driver and its kernels take the rest"
@@ -20,13 +20,13 @@ _SYSTEM = {"cuda": 500_000_000, "metal": 2_000_000_000}
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """A computer that is not at hand.
+    """A computer that is known by its name only.
 
     Attributes:
         kind: "metal" or "cuda".
-        memory_bytes: of the GPU, or all of a Mac's.
-        flops: products and sums a second in half precision, at best.
-        watts: while it trains.
+        memory_bytes: memory of the GPU, or of a whole Mac.
+        flops: peak floating-point operations a second in half precision.
+        watts: power during training.
     """
 
     name: str
@@ -44,7 +44,7 @@ class PlannedDevice:
 
     @property
     def why(self) -> str:
-        """Return the reason why that is not all."""
+        """Return the reason why arrays may not take all memory."""
         if self.kind == "cuda":
             return DRIVER_TAKES
         if self.usable_bytes >= int(USABLE["metal"] * self.memory_bytes):
@@ -52,12 +52,12 @@ class PlannedDevice:
         return "macOS takes the rest"
 
     def seconds(self, flops: float) -> float:
-        """Return the estimated seconds of so many products and sums."""
+        """Return the estimated seconds of ``flops`` floating-point operations."""
         return flops / (_USED[self.kind] * self.flops)
 
 
-# TFLOP/s in half precision, summed in single, dense: the makers' figures (for Apple by cores and
-# clock); usual memory in GB; watts.
+# For each device: dense TFLOP/s in half precision with sums in single precision (the makers'
+# figures; for Apple computed from cores and clock), usual memory in GB, and watts.
 _METAL = {
     "m1": (2.6, 8, 20),
     "m1 pro": (5.2, 16, 40),
@@ -101,7 +101,7 @@ def device_of(text: str) -> PlannedDevice:
     """Return the computer of a description such as ``M1 Pro 32GB``, ``RTX 4090`` or ``A100 80GB``.
 
     Raises:
-        ConfigError: the computer is unknown.
+        ConfigError: the computer is unknown, or cannot have so much or so little memory.
     """
     memory = _MEMORY.search(text)
     words = (

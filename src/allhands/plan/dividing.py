@@ -1,6 +1,4 @@
-"""Ways of dividing a model that its architecture and the options of a training allow, by its
-config.json alone.
-"""
+"""Ways of dividing a model that its config.json and the options of a training allow."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ from allhands.run.training_memory import DecoderShape
 Name = Literal["fsdp", "tensor", "expert", "context"]
 
 _SHARDED = ("zero2", "zero3", "fsdp")
-# Tokens of a row for each rank, from which on dividing rows is looked at: a shorter piece takes
-# about as long to hand out as to compute.
+# Least tokens of a row for each rank with which dividing rows is planned: launching the operations
+# of a shorter piece takes about as long as computing them.
 _LONG = 256
-# Options that divide a model, as they are where nothing is divided.
+# The options that divide a model, with values that divide nothing.
 _WHOLE: Mapping[str, Any] = {
     "strategy": "auto",
     "pp": None,
@@ -43,10 +41,12 @@ class Dividing:
     """Ways of dividing a model among ranks, beside data parallel and pipeline.
 
     Attributes:
-        ways: those that the architecture and the options allow for some number of ranks.
-        divisible: numbers of heads, and of inner features that a last projection has as inputs:
-            tensor parallel ranks divide them all.
-        group: numbers of a group of quantised weights, which is not divided; 1: weights are dense.
+        ways: ways that the architecture and the options allow for some number of ranks.
+        divisible: numbers that tensor parallel ranks must divide: heads of queries, heads of keys,
+            and inner features of the MLP.
+        inner: input widths of a block's last projections. A tensor parallel rank must have whole
+            groups of quantised weights of them.
+        group: size of a group of quantised weights; 1: weights are dense.
         experts: number of experts of a block; 0: there are none.
     """
 
@@ -57,7 +57,7 @@ class Dividing:
     experts: int = 0
 
     def among(self, ranks: int, row_tokens: int) -> tuple[Name, ...]:
-        """Return the ways for so many ranks and rows of at most so many tokens, in a fixed order."""
+        """Return the ways for ``ranks`` ranks and rows of up to ``row_tokens``, in fixed order."""
         by_matrices = not any(number % ranks for number in self.divisible)
         by_matrices = by_matrices and not any(
             number % (ranks * self.group) for number in self.inner
@@ -74,11 +74,12 @@ class Dividing:
 def dividing_of(
     values: Mapping[str, Any], blocks: DecoderShape | None, config: TrainConfig, group: int
 ) -> Dividing:
-    """Return the ways of a model with such a config.json.
+    """Return the ways of dividing a model.
 
     Args:
-        blocks: its widths; ``None``: not known, and nothing can be planned.
-        group: numbers of a group of quantised weights; 1: dense weights.
+        values: the model's config.json.
+        blocks: the model's widths; ``None``: not known, so that no way is planned.
+        group: size of a group of quantised weights; 1: dense weights.
     """
     if blocks is None:
         return Dividing()
@@ -86,7 +87,7 @@ def dividing_of(
     heads = int(values["num_attention_heads"])
     scaling: Any = values.get("rope_scaling") or values.get("rope_parameters") or {}
     by_length = "dynamic" in (scaling.get("type"), scaling.get("rope_type"))
-    # Routers that learn to keep experts equally busy look at whole rows.
+    # The loss that keeps experts equally busy needs whole rows.
     balanced = bool(getattr(config, "router_aux_loss", 0.0) and values.get("num_local_experts"))
     able: dict[Name, bool] = {
         "fsdp": kind in CAN_BE_CUT,
@@ -106,17 +107,17 @@ def dividing_of(
 
 
 def options_for(name: Name, ranks: int) -> dict[str, Any]:
-    """Return the options by which so many ranks divide a model in this way."""
+    """Return the options with which ``ranks`` ranks divide a model in this way."""
     if name == "fsdp":
         return {"strategy": "fsdp"}
     return {{"tensor": "tp", "expert": "ep", "context": "cp"}[name]: ranks}
 
 
 def strategy_name(option: Callable[[str], Any]) -> str:
-    """Return the name of the way of dividing that options ask for, of several together joined;
-    empty: of rows alone.
+    """Return the name of the requested way of dividing a model; empty if there is none.
 
-    Names are those of the registry, with ``zero2`` where fetched weights are kept, and ``context``.
+    Names of combined ways are joined by ``+``. They are names of the registry, ``zero2`` if fetched
+    weights are kept, and ``context``.
 
     Args:
         option: function that returns the value of an option.
@@ -148,9 +149,7 @@ def _is_open(name: Name, config: TrainConfig) -> bool:
 
 
 def left_out(config: TrainConfig) -> list[str]:
-    """Return a note on an option that divides a model in a way that is not planned; empty without
-    any.
-    """
+    """Return a note on a requested pipeline schedule that is not planned; empty if none is."""
     if config.pp_schedule == "1f1b":
         return []
     return [f"not planned: --pp-schedule {config.pp_schedule}; the plan counts with 1f1b"]

@@ -1,5 +1,6 @@
-"""A plan in the directory of the run that it is for: ``plan.json``, written before the run and read
-after it.
+"""The file ``plan.json`` with a plan, in the directory of the planned run.
+
+It is written before the run, and compared with the run afterwards.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 VERSION = 1
 _MOST_BYTES = 4_000_000
 
-# What of a training changes its time or its memory, and by which a run is told from the one that
-# was planned.
+# Options that change the time or the memory of a training. By these a run is compared with its
+# plan.
 OPTIONS = (
     "model",
     "data",
@@ -93,14 +94,14 @@ _Bytes = Annotated[int, Field(gt=0)]
 
 @dataclass(frozen=True)
 class KeptStep:
-    """Part of the planned step that is compared: its mean number of tokens."""
+    """The part of the planned step that is compared: its mean number of tokens."""
 
     tokens: _Seconds
 
 
 @dataclass(frozen=True)
 class KeptPrediction:
-    """A step on so many computers, and what of it is waited for the exchange."""
+    """Seconds of a step on some computers, and the part in which ranks wait for the exchange."""
 
     step_s: _Seconds
     exposed_s: _Time
@@ -108,8 +109,8 @@ class KeptPrediction:
 
 @dataclass(frozen=True)
 class KeptLine:
-    """Prediction for so many computers; ``training_s`` has the time to the start and that of
-    validations.
+    """Prediction for ``machines`` computers; ``training_s`` includes the time to the first step and
+    all validations.
     """
 
     machines: Annotated[int, Field(ge=1)]
@@ -121,8 +122,9 @@ class KeptLine:
 
 @dataclass(frozen=True)
 class KeptMemory:
-    """A way of dividing the work, and the bytes of a rank at its peak; ``step_s`` and ``training_s``
-    are 0 where they are not told.
+    """A way of dividing the work, and the bytes of a rank at its peak.
+
+    ``step_s`` and ``training_s`` are 0 if they were not predicted.
     """
 
     name: str
@@ -136,7 +138,7 @@ class KeptMemory:
 
 @dataclass(frozen=True)
 class KeptMeasured:
-    """Results of the short training: number of trained parameters, and number of cores."""
+    """Facts of the short training: numbers of trained parameters and of cores of each rank."""
 
     exchanged: int
     cores_per_rank: int | None = None
@@ -144,17 +146,19 @@ class KeptMeasured:
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """Part of ``plan.json`` that is compared with a run.
+    """The part of ``plan.json`` that is compared with a run.
 
     Attributes:
-        time: at which it was made, Unix time in seconds.
-        options: of :data:`OPTIONS`, as they were planned with.
-        processor: ``cpu`` or ``gpu``, of which memory is counted.
-        device: the computers, where they were only described.
-        start_s: to the first step; 0 where it is not known.
-        memory: empty for models that are not built of equal blocks.
-        measured: ``None`` where the computers were only described.
-        doubt: why its times are not to be relied on; empty if they are.
+        time: time at which the plan was made, Unix time in seconds.
+        options: planned values of :data:`OPTIONS`.
+        processor: ``cpu`` or ``gpu``: whose memory is planned.
+        device: the described computers, if nothing was measured.
+        steps: number of planned optimizer updates.
+        start_s: seconds to the first step; 0 if not known.
+        machines: a prediction for each number of computers.
+        memory: ways of dividing the work; empty for models that are not built of equal blocks.
+        measured: ``None`` if the computers were only described.
+        doubt: why the times are not reliable; empty or ``None`` if they are.
     """
 
     time: _Time
@@ -181,23 +185,23 @@ def _reader() -> TypeAdapter[KeptPlan]:
 
 
 def keep_plan(directory: Path, plan: Mapping[str, Any]) -> str:
-    """Write ``plan.json``, whole or not at all; where it is now, in words.
+    """Write ``plan.json``, whole or not at all; return a line for people that says where it is.
 
-    An earlier plan makes way. If a run in this directory was planned with it, it is kept under a
-    number.
+    An earlier plan is replaced. If a run in this directory began after it, it is first copied to a
+    file with a number.
 
     Args:
-        plan: all that is told of the plan, with what :class:`KeptPlan` has, as plain values.
+        plan: the whole plan as plain values, with those of :class:`KeptPlan`.
 
     Raises:
-        StorageError: it could not be written; what was there before is as it was.
+        StorageError: the file could not be written; an earlier plan is unchanged.
     """
     file = directory / PLAN_FILE
     record = {"version": VERSION, **plan}
     make_directory(directory, private=True)
     begun = runs_begun(directory)
     aside = unused_name(file) if _was_used(file, begun) else None
-    if aside is not None:  # copied, so that at no moment there is none
+    if aside is not None:  # copied, not renamed, so that there is a plan at any moment
         try:
             earlier = file.read_bytes()
         except OSError as error:
@@ -222,7 +226,7 @@ def runs_begun(directory: Path) -> list[float]:
 
 def _was_used(file: Path, begun: list[float]) -> bool:
     """Return whether a run began after this plan; also true if the plan cannot be read."""
-    if not os.path.exists(file):  # which never raises
+    if not os.path.exists(file):  # unlike Path.exists this never raises
         return False
     try:
         made = read_plan(file).time
@@ -235,10 +239,11 @@ def _was_used(file: Path, begun: list[float]) -> bool:
 
 
 def read_plan(file: Path) -> KeptPlan:
-    """Read a plan that was kept.
+    """Read a kept plan.
 
     Raises:
-        DataError: it cannot be read, is torn, of another version, or lacks something.
+        DataError: the file cannot be read, is too large or torn, has another version, or a value is
+            missing or wrong.
     """
     hint = "plan again: allhands plan with the options of the training"
     try:
@@ -285,11 +290,11 @@ def read_plan(file: Path) -> KeptPlan:
 
 
 def plan_before(directory: Path, began: float | None) -> tuple[KeptPlan | None, list[str]]:
-    """Return the latest plan of a directory that was made before a run began there, and what is
-    amiss with plans, in words.
+    """Return the latest plan in a directory that was made before a run began there, and notes for
+    people on plans that are not compared.
 
     Args:
-        began: when the run began, in Unix time; ``None`` if that is not known.
+        began: time at which the run began, Unix time in seconds; ``None`` if not known.
     """
     usual, notes, plans = Path(PLAN_FILE), list[str](), list[KeptPlan]()
     numbered = sorted(directory.glob(f"{usual.stem}.*{usual.suffix}"))
@@ -320,7 +325,7 @@ def plan_before(directory: Path, began: float | None) -> tuple[KeptPlan | None, 
 def plan_record(
     options: Mapping[str, Any], *, processor: str, device: str | None, now: float | None = None
 ) -> dict[str, Any]:
-    """Return the record that identifies a plan: its time, its :data:`OPTIONS`, and its purpose."""
+    """Return the values of a plan that tell when and for which training it was made."""
     return {
         "time": time.time() if now is None else now,
         "options": {name: options[name] for name in OPTIONS if name in options},

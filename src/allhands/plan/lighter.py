@@ -1,5 +1,5 @@
-"""Ways to send less over a slow link: the time of a step with each, and the bytes that a rank would
-send.
+"""Ways to send fewer bytes over a slow link, with the predicted time of a step and the bytes that a
+rank sends.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from allhands.parallel.rounds import Rounds
 from allhands.plan.links import ExchangeTimes
 from allhands.plan.speed import StepModel, predict
 
-# Of a step that must be waiting for the link, that less of it is worth a thought.
+# Part of a step that must be waiting for the link, so that ways to send less are shown.
 _FELT = 0.1
 _BATCHES = 4
 _ROUNDS = Rounds(50)
 _STREAMED = replace(_ROUNDS, fragments=5, delay=10)
-# What the validation loss was after 2,000 steps of pre-training on two ranks, against plain
-# (benchmarks/slow_links.py).
+# Relative change of the validation loss against plain training, after 2,000 steps of pre-training
+# on two ranks (benchmarks/slow_links.py).
 PRICES = {
     "--compress bf16": -0.0002,
     "--compress int8": 0.0001,
@@ -34,14 +34,15 @@ PRICES = {
 
 @dataclass(frozen=True)
 class Lighter:
-    """One way to send less.
+    """One way to send fewer bytes.
 
     Attributes:
-        flags: that switch it on; empty: as it is.
-        step_s: of one batch, ``exposed_s`` of it is waiting for the exchange.
-        sent_bytes: by a rank for one batch.
-        price: what it added to the validation loss of one measured pre-training, as a part of that
-            loss; ``None`` where it was not measured.
+        flags: flags that switch it on; empty: the present way.
+        step_s: seconds for one batch.
+        exposed_s: the part of ``step_s`` in which ranks wait for the exchange.
+        sent_bytes: bytes that a rank sends for one batch.
+        price: relative increase of the validation loss in one measured pre-training; ``None`` if
+            not measured.
     """
 
     flags: str
@@ -54,8 +55,13 @@ class Lighter:
 def lighter_ways(
     step: StepModel, link: ExchangeTimes, speeds: Sequence[float], room: int, kind: str
 ) -> list[Lighter]:
-    """Return the present way, then all ways that send less; nothing if a step hardly waits, or
-    sends less already.
+    """Return the present way, then all ways that send less; none if steps hardly wait for the link,
+    or if the present way already sends less.
+
+    Args:
+        speeds: speeds of the computers.
+        room: number of processes for which the cores of one computer suffice; 0: no limit.
+        kind: kind of processor.
     """
     if (
         len(speeds) < 2
@@ -75,7 +81,7 @@ def lighter_ways(
 def _models(
     step: StepModel, kind: str, speeds: Sequence[float]
 ) -> Iterator[tuple[str, StepModel, int]]:
-    """Flags, the step with them, and its batches."""
+    """Yield each way: its flags, its step, and the batches of a step."""
     backend = "nccl" if kind == "cuda" else "ring"
     packed = {
         name: PackedGradients(codec, backend, step.word)

@@ -1,4 +1,4 @@
-"""Time of an exchange of gradients over a link: by its name, by its numbers, or as measured."""
+"""Time of an exchange over a link that is known by its name, by its rate, or by measurements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ExchangeTimes(Protocol):
     """Source of the times of all-reduces."""
 
     def seconds(self, num_bytes: float, ranks: int) -> float:
-        """Return the time of one call with so many bytes, over so many ranks."""
+        """Return the seconds of one all-reduce of ``num_bytes`` over ``ranks`` ranks."""
         ...
 
 
@@ -26,9 +26,10 @@ class Link:
     """A link between neighbours of a ring, in which all ranks are alike.
 
     Attributes:
-        bytes_per_s: in each direction, as programs see it.
-        latency_s: of one message.
-        source: where the figures are from.
+        name: name for people.
+        bytes_per_s: bytes a second that programs get in each direction.
+        latency_s: seconds of an empty message.
+        source: source of the figures, in words.
     """
 
     name: str
@@ -37,7 +38,9 @@ class Link:
     source: str = _GUESSED
 
     def seconds(self, num_bytes: float, ranks: int) -> float:
-        """By the ring algorithm: each rank sends and gets 2 (n - 1) parts, each an n-th of all."""
+        """Return the seconds of a ring all-reduce: each of n ranks sends 2 (n - 1) messages of one
+        n-th of the bytes.
+        """
         if ranks < 2:
             return 0.0
         return 2 * (ranks - 1) * (self.latency_s + num_bytes / ranks / self.bytes_per_s)
@@ -45,12 +48,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Measured:
-    """All-reduces as they were measured between some ranks.
+    """All-reduces that were measured between some ranks.
 
     Attributes:
-        ranks: so many.
-        at: seconds that so many bytes take between them.
-        speeds: of each of them, while all compute; empty where not measured.
+        ranks: number of these ranks, 2 or more.
+        at: function that returns the seconds for a number of bytes.
+        name: name for people.
+        source: source of the figures, in words.
+        speeds: speed of each rank while all compute; empty if not measured.
     """
 
     ranks: int
@@ -74,7 +79,7 @@ def _of(name: str, gigabits: float, latency_us: float) -> Link:
     return Link(name, gigabits * 1e9 / 8, latency_us * 1e-6)
 
 
-# What TCP sockets get of them, which for Thunderbolt is far from what the cable can do.
+# Rates that TCP sockets reach; a Thunderbolt cable can do far more.
 _LINKS = {
     link.name.lower(): link
     for link in (
@@ -103,11 +108,11 @@ _DELAY = re.compile(r"(-?\d+(?:\.\d+)?)\s*(s|ms|us)", re.I)
 
 
 def link_of(text: str) -> Link:
-    """Return the link of a name (``10GbE``, ``wifi``) or a rate (``400Mbit/s``), with a delay or
-    not (``100Mbit/s,5ms``).
+    """Return the link that ``text`` describes: a name (``10GbE``, ``wifi``) or a rate
+    (``400Mbit/s``), perhaps with a delay (``100Mbit/s,5ms``).
 
     Raises:
-        ConfigError: it is neither, or nothing gets through it.
+        ConfigError: the text is neither, or its rate is 0.
     """
     asked = text.strip()
     head, comma, rest = (part.strip() for part in asked.replace("+", ",").partition(","))
@@ -133,7 +138,7 @@ def _named(name: str) -> Link | None:
 
 
 def _rated(head: str, asked: str) -> Link | None:
-    """The link of a rate, called as it was ``asked`` for."""
+    """Return the link of a rate, named ``asked``; ``None`` if ``head`` is no rate."""
     if not (match := _RATE.fullmatch(head)):
         return None
     rate = float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}[match[2].lower()]
@@ -160,7 +165,7 @@ def _unknown(text: str, name: str) -> ConfigError:
 
 
 def faster_than(link: ExchangeTimes) -> str:
-    """Name something faster than a link that is too slow."""
+    """Return in words what is faster than a link that is too slow; empty if nothing is."""
     if not isinstance(link, Link):
         return "a cable in place of wifi, Thunderbolt in place of Ethernet"
     if link.name.lower().startswith("wifi"):

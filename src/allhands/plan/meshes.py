@@ -1,8 +1,8 @@
 """Ways of dividing a training along the axes of a mesh, one or several at once: memory of each
 rank, traffic, time of a step.
 
-The time has the parts of :mod:`allhands.plan.speed`: what no number of ranks makes shorter, the
-passes, and the part of the exchange that ranks wait for.
+The time has the same parts as in :mod:`allhands.plan.speed`: the serial part, the passes, and the
+part of the exchange that ranks wait for.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from allhands.run.stage_costs import Model, Weights
 from allhands.run.training_memory import DecoderShape
 
 _FLOAT, _HALF = 4, 2
-# What a GPU waits for a sum of hidden states beyond the time on the link: nothing else is handed
-# out meanwhile, and the parts of matrices are slow to multiply. Of 1.24 billion weights on four
-# H200, 64 sums of 33 MB took 37 ms more.
+# Seconds that a GPU loses in each sum of hidden states, beyond the time on the link: nothing else
+# is launched meanwhile, and products of parts of matrices are slow. With 1.24 billion weights on
+# four H200, 64 sums of 33 MB took 37 ms more.
 _WAIT_OF_GPU_S = 0.6e-3
 _TITLES = {
     "pipeline": "pipeline",
@@ -69,8 +69,8 @@ _TITLES = {
 
 
 def asked_mesh(config: TrainConfig, ranks: int) -> Mesh | None:
-    """Return the mesh of so many ranks under a training's options; ``None``: they divide rows
-    alone, or do not fit.
+    """Return the mesh of ``ranks`` ranks with these options; ``None``: the ranks only divide the
+    rows of a batch, or the options do not fit them.
     """
     try:
         mesh = piped(config, Mesh(0, ranks))
@@ -80,7 +80,7 @@ def asked_mesh(config: TrainConfig, ranks: int) -> Mesh | None:
 
 
 def flags_of(config: TrainConfig) -> str:
-    """Return the options that ask for a way of dividing, as they are given."""
+    """Return the options that ask for a way of dividing, as flags."""
     values = {
         "--strategy": config.strategy if config.strategy != "auto" else None,
         "--pp": config.pp,
@@ -95,19 +95,19 @@ def flags_of(config: TrainConfig) -> str:
 
 @dataclass(frozen=True)
 class ExchangeGroup:
-    """Ranks that exchange with each other.
+    """A group of ranks that exchange with each other.
 
     Attributes:
-        size: number of ranks.
-        slots: number of such groups for which all ranks exchange at once; 1: the back-end has
-            groups.
+        size: number of ranks of the group.
+        slots: 1 if the back-end has groups. Otherwise the number of groups: all ranks then exchange
+            the arrays of all groups together.
     """
 
     size: int
     slots: int = 1
 
     def sent(self, traffic: Traffic) -> int:
-        """Return the bytes that a rank sends."""
+        """Return the bytes that a rank sends for ``traffic``."""
         if self.size == 1:
             return 0
         world = self.size * self.slots
@@ -115,23 +115,23 @@ class ExchangeGroup:
         return int(summed + traffic.gathered * (world - 1) / self.size)
 
     def sum_s(self, link: ExchangeTimes, num_bytes: float) -> float:
-        """Return the seconds of a sum."""
+        """Return the seconds of a sum of ``num_bytes`` over the group."""
         return (
             0.0 if self.size == 1 else link.seconds(num_bytes * self.slots, self.size * self.slots)
         )
 
     def gather_s(self, link: ExchangeTimes, num_bytes: float) -> float:
-        """Return the seconds in which all get so many bytes of which each has a part."""
+        """Return the seconds of an all-gather whose result has ``num_bytes``."""
         return self.sum_s(link, num_bytes) / 2
 
 
 @dataclass(frozen=True)
 class PlannedRanks:
-    """Means of telling what a rank needs.
+    """Facts from which the memory of a rank follows.
 
     Attributes:
-        needed: function that returns the bytes of a rank with such arrays, of so many ranks.
-        bucket_bytes: bytes of the exchange of gradients between ranks that all have the model.
+        needed: function that returns the bytes of a rank, by its arrays and the number of ranks.
+        bucket_bytes: bytes of a bucket of gradients, if all ranks have the whole model.
         shares: part of a batch, in whole rows, of each rank.
     """
 
@@ -141,7 +141,7 @@ class PlannedRanks:
 
 
 class MeshWay:
-    """Ranks that divide rows, arrays, matrices, experts or token positions; no stages."""
+    """Plan of ranks that divide arrays, matrices, experts or token positions, without stages."""
 
     def __init__(
         self,
@@ -159,10 +159,10 @@ class MeshWay:
         self.on_cpu, self.ranks = job.kind == "cpu", len(team)
         self.word = _FLOAT if self.on_cpu else _HALF
         self.scatters = job.step.overlapped
-        # As if all ranks had the whole model, and rows of their own.
+        # Prediction as if all ranks had the whole model and rows of their own.
         self.speeds = [each.speed for each in team]
         self.plain = predict(job.step, link, self.speeds, job.room)
-        # How many times as long passes take where ranks take turns on the cores of one computer.
+        # Factor on the time of passes if ranks take turns on the cores of one computer.
         self.turns = max(1.0, self.ranks / job.room) if job.room else 1.0
 
     def way(self) -> Way:
@@ -185,7 +185,13 @@ class MeshWay:
     def told(
         self, memory: Memory, by_rank: Sequence[int], buckets: int, step_s: float, sent_bytes: int
     ) -> Way:
-        """Return the way of a rank with the most bytes, and those of all."""
+        """Return the way.
+
+        Args:
+            memory: arrays of the rank with the most bytes.
+            by_rank: bytes of each rank.
+            buckets: bytes of buckets of gradients on a rank.
+        """
         job = self.job
         more = flags_of(self.config)
         name = strategy_name(partial(getattr, self.config))
@@ -213,11 +219,13 @@ class MeshWay:
             training_s=job.start_of(self.ranks) + job.first_s + job.steps * step_s + validations_s,
         )
 
-    # --- what a rank has --------------------------------------------------------------------------
+    # --- parts and memory of a rank ---------------------------------------------------------------
 
     @cached_property
     def rows(self) -> list[float]:
-        """The part of a batch, in whole rows, of each rank: by speed, if no two have the same rows."""
+        """The part of a batch, in whole rows, of each rank: by speed if no two ranks have the same
+        rows, else equal.
+        """
         rows, shares = self.job.batch_rows, self.mesh.data_size
         if shares == self.ranks:
             return [*self.held.shares]
@@ -232,8 +240,9 @@ class MeshWay:
         return self.whole if rows == 1.0 else self.whole.share(rows)
 
     def model_in(self, form: tuple[float, float] | None, work: Work) -> Model:
-        """Return a rank's weights, as if it had all parts of every array, in a form of quantised
-        weights.
+        """Return the weights of a rank as if arrays were not divided; matrices and experts are.
+
+        ``form``: a form of quantised weights, see :attr:`Job.forms`.
         """
         model = model_of(self.blocks, work, tied=self.job.tied, form=form)
         if self.mesh.tensor > 1:
@@ -244,13 +253,17 @@ class MeshWay:
 
     @property
     def form(self) -> tuple[float, float] | None:
-        """The form of quantised weights: what travels, and experts, are packed."""
+        """The form of quantised weights: the smallest if arrays are divided, because these are
+        fetched, else the fastest.
+        """
         forms = self.job.forms
         return None if not forms else forms[-1 if self.mesh.parts > 1 else 0]
 
     @cached_property
     def of(self) -> Callable[[DecoderShape, Work], Memory]:
-        """The function for the arrays of a rank with such weights."""
+        """The function that returns a rank's arrays with divided matrices, experts or token
+        positions.
+        """
         of: Callable[[DecoderShape, Work], Memory] = self.job.of
         if self.mesh.tensor > 1:
             of = partial(memory_of_matrices, of, ranks=self.mesh.tensor, word=self.word)
@@ -263,7 +276,7 @@ class MeshWay:
 
     @cached_property
     def divided(self) -> Divided:
-        """The training of a rank with the most rows, as if it had all parts of every array."""
+        """The training of a rank with the most rows, as if arrays were not divided."""
         return self._divided(self.work)
 
     def _divided(self, work: Work) -> Divided:
@@ -281,8 +294,8 @@ class MeshWay:
         return Divided(model, self.blocks, work, self.of, self.job.tied, self.on_cpu, kept)
 
     def parts(self) -> list[float]:
-        """Return the part of every array that each rank has; ranks of unlike memory have unlike
-        parts.
+        """Return for each rank the part of every array that it has; the parts follow the memory of
+        the ranks, if they may differ.
         """
         places = [self.mesh.part_of(rank) for rank in range(self.ranks)]
         rooms: dict[int, list[int]] = {}
@@ -295,7 +308,7 @@ class MeshWay:
         return [parts[place] for place in places]
 
     def memory(self, part: float, rows: float) -> Memory:
-        """Return the arrays of a rank with such a part of every array, and of the rows."""
+        """Return the arrays of a rank with this part of every array, and this part of the rows."""
         divided = self._divided(self._work(rows))
         whole = divided.memory(divided.work)
         if self.config.strategy == "zero1":
@@ -305,7 +318,10 @@ class MeshWay:
         return whole
 
     def fetching(self, *, last: bool = True) -> Fetching:
-        """Return how ranks fetch arrays; ``last``: of a stage with the loss, or of a whole model."""
+        """Return how ranks fetch arrays.
+
+        ``last``: True for the stage with the loss, or for a whole model.
+        """
         keeps, copies = keeps_fetched(self.config), self.mesh.copies
         slots = self.group(self.mesh.parts).slots
         return Fetching(
@@ -318,13 +334,13 @@ class MeshWay:
         )
 
     def group(self, size: int) -> ExchangeGroup:
-        """Return a group of so many ranks, as the back-end has it."""
+        """Return a group of ``size`` ranks on this back-end."""
         imitated = 1 < size < self.ranks and not can(self.job.backend or "ring", "split")
         return ExchangeGroup(size, self.ranks // size if imitated else 1)
 
     def _buckets(self) -> int:
-        """Bytes of gradients end to end, and of their sum, where all of them travel at the end of a
-        step.
+        """Return the bytes of a bucket of gradients and of its sum; 0 if gradients are not
+        exchanged in buckets.
         """
         alone = self.mesh.copies * self.mesh.expert == 1
         if self.mesh.parts > 1 or alone:
@@ -342,11 +358,11 @@ class MeshWay:
         return sum(group.sent(traffic) for group, traffic in self._traffic())
 
     def _traffic(self) -> Iterable[tuple[ExchangeGroup, Traffic]]:
-        """Yield what a rank exchanges in a step, and within which group."""
+        """Yield the exchanges of a rank in a step: group and traffic."""
         mesh, divided, scatters = self.mesh, self.divided, self.scatters
         trained, data = divided.work.trained_bytes, self.group(mesh.copies)
         if mesh.parts > 1:
-            # Parts travel as long as the largest.
+            # All parts are as long as the largest when they are exchanged.
             times = mesh.parts * max(self.parts())
             found = costs_of_shards(divided, self.fetching()).traffic(
                 trained, trained, scatters=scatters
@@ -376,11 +392,11 @@ class MeshWay:
     def _rows_costs(self) -> ContextCosts:
         blocks = replace(self.blocks, keys=self.blocks.keys // self.mesh.tensor)
         divided = replace(self.divided, blocks=blocks, of=self.job.of)
-        # A GPU computes a block once, if there is room.
+        # A GPU does not recompute a block if there is room.
         return context_costs(divided, fetched=self.mesh.parts > 1 and self.on_cpu)
 
     def _of_all_experts(self) -> Divided:
-        """The training with whole blocks."""
+        """Return the training with whole blocks, as if nothing were divided."""
         model = model_of(self.blocks, self.work, tied=self.job.tied, form=self.form)
         work = replace(self.work, batch_tokens=max(self.work.tokens, self.work.batch_tokens))
         return Divided(model, self.blocks, work, self.job.of, self.job.tied, self.on_cpu)
@@ -401,8 +417,8 @@ class MeshWay:
         compute = self.compute_s()
         exchanged = self.link_s()
         if self.mesh.parts > 1:
-            # Weights travel beside the passes, but for those of the first block. Where ranks share
-            # a computer's cores, one core of a rank sends and receives meanwhile.
+            # Weights are fetched during the passes, except those of the first block. If ranks share
+            # a computer's cores, one core of each rank sends and receives meanwhile.
             divided = self.divided
             fetches = divided.blocks.layers - 1 + divided.work.trained_layers
             least = 1 / max(1, fetches * divided.micro_batches)
@@ -419,15 +435,13 @@ class MeshWay:
         if self.mesh.data_size == self.ranks:
             return again * self.plain.compute_s
         step, mesh = self.job.step, self.mesh
-        # With an equal part of the passes on the slowest rank.
+        # Each rank has an equal part of the passes, so the slowest rank decides.
         passes = self.turns * step.tokens * step.token_s / (self.ranks * min(self.speeds))
         passes *= mesh.data_size * max(self.rows)
         return again * (passes + (mesh.tensor - 1) * passes * _outside_share(self.blocks))
 
     def sums_s(self) -> float:
-        """Return the seconds of sums of hidden states of ranks with parts of matrices, which are
-        waited for.
-        """
+        """Return the seconds in which ranks with parts of matrices sum hidden states."""
         if self.mesh.tensor == 1:
             return 0.0
         divided, group = self._of_all_experts(), self.group(self.mesh.tensor)
@@ -439,7 +453,7 @@ class MeshWay:
         )
 
     def link_s(self) -> float:
-        """Return the seconds of what passes exchange besides sums of hidden states."""
+        """Return the seconds in which ranks fetch divided arrays and send their gradients."""
         mesh, half = self.mesh, 0.5 if self.scatters else 1.0
         if mesh.parts > 1:
             group, divided = self.group(mesh.parts), self.divided
@@ -454,7 +468,7 @@ class MeshWay:
         return 0.0
 
     def experts_s(self) -> float:
-        """Return the seconds of the exchange of tokens of ranks with parts of the experts."""
+        """Return the seconds in which ranks with parts of the experts exchange tokens."""
         if self.mesh.expert == 1:
             return 0.0
         group, half = self.group(self.mesh.expert), 0.5 if self.scatters else 1.0
@@ -464,20 +478,22 @@ class MeshWay:
         return (2 * costs.mixtures + costs.again) * batches * both
 
     def rows_s(self) -> float:
-        """Return the seconds of the exchange of keys and values of ranks with parts of rows."""
+        """Return the seconds in which ranks with parts of rows exchange keys and values."""
         if self.mesh.context == 1:
             return 0.0
         return self._exchange_s(self._rows_costs(), self.divided.micro_batches * self.blocks.layers)
 
     def _exchange_s(self, costs: ContextCosts, times: int) -> float:
-        """Seconds of the exchange of keys and values, so many times."""
+        """Return the seconds of ``times`` exchanges of keys and values."""
         group, half = self.group(self.mesh.context), 0.5 if self.scatters else 1.0
         fetched = times * group.gather_s(self.link, costs.fetched_bytes / times)
         return fetched + half * times * group.sum_s(self.link, costs.pushed_bytes / times)
 
     def gradients_s(self, compute: float) -> float:
-        """Return the seconds of the exchange of gradients at the end of a step, as far as it is
-        waited for.
+        """Return the seconds in which ranks wait for the exchange of gradients at the end of a
+        step.
+
+        ``compute``: seconds of the passes, which may hide a part of the exchange.
         """
         mesh, trained = self.mesh, self.divided.work.trained_bytes
         if mesh.parts > 1:
@@ -486,9 +502,9 @@ class MeshWay:
             return self.group(mesh.copies).sum_s(self.link, own)
         whole = self.group(mesh.copies * mesh.expert).sum_s(self.link, trained)
         least = 0.0
-        if mesh.context > 1 and mesh.tensor == 1:  # call by call, and packed if they are to be
+        if mesh.context > 1 and mesh.tensor == 1:  # bucket by bucket, and packed if requested
             whole = exchange_s(self.job.step, self.link, self.ranks)
-            least = min(whole, self.plain.exposed_s)  # that of the last call
+            least = min(whole, self.plain.exposed_s)  # the last bucket's exchange is not hidden
         return max(least, whole - compute / 2) if self.job.step.overlapped else whole
 
 
@@ -501,6 +517,6 @@ def _times(traffic: Traffic, factor: float) -> Traffic:
 
 
 def _outside_share(blocks: DecoderShape) -> float:
-    """Return the part of a pass that is outside of the blocks."""
+    """Return the part of a pass's computation outside of the blocks: the head."""
     head = blocks.vocabulary * blocks.dims
     return head / (head + blocks.layers * block_weights(blocks, blocks.active or 1))

@@ -1,4 +1,4 @@
-"""Signs that a run has outgrown the way in which it was computed, and what goes on from there."""
+"""Signs that a run needs another way of training, and what to do about them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from allhands.io.formatting import counted, format_duration
 from allhands.observe.metrics import RunHistory, RunStarted
 from allhands.observe.monitor.samples import Sample
 
-# Parts of a step from which on something is worth changing.
+# Least parts of a step that waiting for ranks, waiting for data and all else must take for a sign.
 _EXCHANGE, _DATA, _REST = 0.2, 0.05, 0.25
-_FULL = 0.9  # of a GPU's memory
+_FULL = 0.9  # part of a GPU's memory
 _RESTARTS = 3
-_MANY = 8  # ranks, from which on plain data parallel is rarely the best way
-_LARGE = 1e9  # parameters, from which on dividing the model itself may pay
+_MANY = 8  # ranks: with more, plain data parallel is rarely the best way
+_LARGE = 1e9  # parameters: from this number on, dividing the model itself may pay
 _DAY_S = 86_400.0
-_LEAST = 3  # reports; of fewer nothing follows
+_LEAST = 3  # reports: from fewer nothing follows
 
 
 @dataclass(frozen=True)
 class Sign:
-    """Something that was seen, in numbers, and what to do about it."""
+    """A sign in numbers (``seen``), and what to do about it (``advice``)."""
 
     seen: str
     advice: str
@@ -32,7 +32,8 @@ class Sign:
 def signs_of(
     history: RunHistory, samples: Sequence[Sample] = (), config: Mapping[str, Any] | None = None
 ) -> list[Sign]:
-    """Return signs in the metrics of a run and in the monitor's samples; empty if all is well.
+    """Return the signs in the metrics of a run and in the monitor's samples; empty if all is well,
+    or if there are too few reports.
 
     Args:
         config: the options of the run by name, if they are known.
@@ -53,10 +54,10 @@ def signs_of(
 def _of_steps(
     history: RunHistory, started: RunStarted, samples: Sequence[Sample], *, stages: bool
 ) -> Iterator[Sign]:
-    """Parts of a step that are large, on the average; ``stages``: the model is a pipeline."""
+    """Yield signs in the mean parts of a step; ``stages``: True if the run is a pipeline."""
     reports = (
         history.train[1:] if len(history.train) > _LEAST else history.train
-    )  # the first has the start in it
+    )  # the first includes the start
     names = ("step_time_s", "comm_s", "data_wait_s", "compute_s")
     step, *seconds = (
         statistics.mean(getattr(report, name) for report in reports) for name in names
@@ -67,7 +68,7 @@ def _of_steps(
     if several and exchange > _EXCHANGE:
         told = f"{100 * exchange:.0f} % of a step was waiting for other ranks"
         if stages:
-            # Rank 0 has other blocks than the others: its work says nothing of theirs.
+            # Rank 0 has other blocks than the other ranks: its work says nothing about theirs.
             yield Sign(
                 f"{told} (rank 0, the first stage)",
                 "a larger --batch-size has more micro-batches, and a pipeline waits less for each of them; "
@@ -102,7 +103,7 @@ def _of_memory(samples: Sequence[Sample]) -> Iterator[Sign]:
 
 
 def _of_faults(history: RunHistory) -> Iterator[Sign]:
-    # Not by a person's --resume: that is the first attempt of another command.
+    # A person's --resume does not count: it is the first attempt of another command.
     faults = sum(start.attempt > 1 for start in history.starts)
     if faults >= _RESTARTS:
         yield Sign(
@@ -128,10 +129,10 @@ def _is_one_computer(samples: Sequence[Sample]) -> bool:
 
 
 def _of_exchange(started: RunStarted, step_s: float, share: float, one_computer: bool) -> str:
-    """Return the remedy for an exchange that takes this share of a step.
+    """Return the remedy for an exchange that takes this ``share`` of a step.
 
-    Were all ranks' work done one after the other it would take a step's time without the exchange
-    for each of them; a process that has more cores for it takes less.
+    A single process would need, for each rank, the time of a step without the exchange; less if it
+    has more cores.
     """
     ranks = started.num_ranks
     alone_s = ranks * (1.0 - share) * step_s

@@ -1,4 +1,4 @@
-"""The outlook of a training on one computer and on several: memory, time, cost, and the advice."""
+"""Predictions for a training on one computer and on several: memory, time, cost, and advice."""
 
 from __future__ import annotations
 
@@ -40,25 +40,28 @@ from allhands.plan.strategies import (
 )
 from allhands.run.training_memory import DecoderShape, of_process
 
-_FOUR = 4  # batches whose gradients are exchanged as one
-_MOST = 1024  # computers that are looked at
+_FOUR = 4  # number of batches whose gradients are exchanged as one
+_MOST = 1024  # most computers for which a step is predicted
 _INSIDE = {"tensor", "context", "expert"}  # ways in which ranks compute rows together
 _NO_LINK = Link("", math.inf, 0.0)
 
 
 @dataclass(frozen=True)
 class OutlookLine:
-    """Prediction for a number of computers: a step, the time to the first one, the whole training,
-    and its costs.
+    """Prediction for ``machines`` computers: a step, the whole training in seconds, and its costs.
 
     Attributes:
+        money: price of the training; ``None`` if not known.
+        kwh: kilowatt hours of the training; ``None`` if not known.
+        start_s: seconds until the first step, included in ``training_s``.
         validation_s: seconds of all validations, of which each rank computes its share; included in
             ``training_s``.
         fits: True if each computer holds its part, without further flags; ``None`` if that is not
             known.
-        weights: for ``--rank-weights``, in the order of ``computers``; empty if shares are equal.
+        weights: values for ``--rank-weights``, in the order of ``computers``; empty if shares are
+            equal.
         computers: names of the computers.
-        short: those computers that have too little memory.
+        short: names of the computers that have too little memory.
     """
 
     machines: int
@@ -85,10 +88,10 @@ class Outlook:
         memory: ways of dividing the work, each with the bytes of a rank: on one computer, then for
             each line.
         alone: the computer that "one computer" means.
-        alone_s: seconds of the training on it, by a process that has all of it.
+        alone_s: seconds of the training by one process that has this whole computer.
         lighter: ways to send less, on the computers of the last line, if the link is slow.
-        pipelines: the model's blocks divided among several computers, if it does not fit one or
-            they are asked for.
+        pipelines: pipelines of several computers, if the model does not fit one computer or a
+            pipeline was requested.
     """
 
     job: Job
@@ -103,16 +106,16 @@ class Outlook:
 
     @property
     def advised(self) -> int:
-        """The number of computers that is advised: one of the lines'."""
+        """The advised number of computers; one of :attr:`lines` has it."""
         return self.advice.machines
 
     def line(self, machines: int) -> OutlookLine:
-        """Return the line of so many computers."""
+        """Return the line for ``machines`` computers."""
         return next(line for line in self.lines if line.machines == machines)
 
     @property
     def laws(self) -> dict[int, dict[str, float]]:
-        """Return the speed-ups without an exchange, by number of computers."""
+        """Speed-ups by Amdahl's and Gustafson's laws, by number of computers."""
         serial = self.job.step.serial_s / self.lines[0].prediction.step_s
         return {line.machines: laws(serial, line.prediction.capacity) for line in self.lines}
 
@@ -156,25 +159,26 @@ class Outlook:
 
 
 def _plain(way: Way) -> dict[str, Any]:
-    """Return each rank's bytes only if they differ."""
+    """Return plain values of a way; with each rank's bytes only if they differ."""
     values = asdict(way)
     return values if len(set(way.by_rank)) > 1 else {**values, "by_rank": ()}
 
 
 def look_ahead(job: Job) -> Outlook:
-    """Work out everything that follows from a :class:`Job`."""
+    """Return all predictions and the advice for a :class:`Job`."""
     return _Planner(job).outlook()
 
 
 class _Planner:
-    """A job, and the computers in the order in which they are added."""
+    """Planner of a job; it has the computers in the order in which they are added."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.link = job, job.link or _NO_LINK
         self.ones = self._ways((largest(job.computers),))
         needed = self.ones[0].rank_bytes if self.ones else None
         self.first = alone(job.computers, needed)
-        # Nobody who can train the model as it is trains another one, in 4 bits, to be done sooner.
+        # If the model fits one computer as it is, weights in 4 bits are not planned: they would
+        # change the model only to be faster.
         self.fits_one = needed is None or self.first.holds(needed) is not False
         self.alone_s = job.alone_s(self.first.speed)
         if len(job.computers) == 1:
@@ -185,7 +189,7 @@ class _Planner:
         self.enough = self._enough()
 
     def outlook(self) -> Outlook:
-        """Everything, with the advice."""
+        """Return all predictions, with the advice."""
         job = self.job
         teams = [self._team(number) for number in self._numbers()]
         ways = {
@@ -264,12 +268,12 @@ class _Planner:
     # --- computers --------------------------------------------------------------------------------
 
     def _team(self, number: int) -> Team:
-        """Return the first so many computers, or so many of the one that there is."""
+        """Return the first ``number`` computers, or ``number`` times the only one."""
         return self.job.computers * number if len(self.job.computers) == 1 else self._order[:number]
 
     def _able(self) -> Callable[[Computer], bool]:
-        """Return a test if a computer holds its share of a batch that is divided among all, in any
-        way.
+        """Return a function that tells whether a computer, in any way of dividing the work among
+        all computers, holds its part.
         """
         team = self.job.computers
         ways = [way for way in self._ways(team) if self._is_open(way.flags)] + self._divided(team)
@@ -330,7 +334,9 @@ class _Planner:
         )
 
     def _short(self, team: Team, ways: Sequence[Way]) -> tuple[str, ...]:
-        """Name those that have too little memory for their share, without further flags."""
+        """Return the names of computers with too little memory for their share without further
+        flags.
+        """
         if not ways or len(team) == 1 or self.job.shares:
             return ()
         pairs = zip(team, ways[0].by_rank, strict=True)
@@ -341,9 +347,7 @@ class _Planner:
     # --- memory -----------------------------------------------------------------------------------
 
     def _ways(self, team: Team) -> list[Way]:
-        """Return all ways for these computers, with all that counts besides arrays, and whether
-        each fits.
-        """
+        """Return all ways in which these computers divide batches, and whether each way fits."""
         job = self.job
         if job.blocks is None or job.work is None:
             return []
@@ -361,19 +365,16 @@ class _Planner:
         return [self._held_to(way, team) for way in all_ways(job.work, held.shares, setting)]
 
     def _needs(self, team: Team, blocks: DecoderShape, work: Work) -> PlannedRanks:
-        """Return what a rank of these computers needs for some arrays, and the part of a batch of
-        each.
-        """
+        """Return the facts from which the memory of each of these computers follows."""
         job = self.job
-        # What was seen beyond what is computed is taken to be needed in every other way, too. The
-        # steps that were made may not have met the largest batch, so that less than was computed
-        # proves nothing.
+        # A measured need beyond the computed one is added to every other way, too. A smaller
+        # measured need proves nothing: the measured steps may not have met the largest batch.
         more = max(0, job.needed_bytes - job.of(blocks, work).arrays)
 
         def needed(memory: Memory, ranks: int) -> int:
             if not job.present_bytes:
                 return memory.arrays + more
-            # Of a process on a CPU everything counts.
+            # On a CPU the whole process counts.
             return of_process(memory, job.present_bytes, 0) + (
                 job.backend_bytes if ranks > 1 else 0
             )
@@ -386,8 +387,10 @@ class _Planner:
         return PlannedRanks(needed, min(job.step.bucket_bytes, job.step.gradient_bytes), shares)
 
     def _divided(self, team: Team) -> list[Way]:
-        """Return the ways in which these computers divide arrays, matrices or rows, and whether
-        each fits. Two at once are looked at where none fits alone.
+        """Return the ways in which these computers divide arrays, matrices, experts or token
+        positions, and whether each fits.
+
+        Combined ways are added only if no single way fits.
         """
         job = self.job
         if job.blocks is None or job.work is None:
@@ -400,28 +403,32 @@ class _Planner:
         return ways
 
     def _timed(self, way: Way, line: OutlookLine) -> Way:
-        """Return a way of ranks that all have the model, with its time, where no flag changes that."""
+        """Return a way in which all ranks have the model, with its time, if its flags do not change
+        the time.
+        """
         if way.ranks == 1 or way.combined or QUANTISE in way.flags:
             return way
         more = 0.0
         if (
             way.strategy == "zero1" and not self.job.step.overlapped
-        ):  # new weights travel, half as long as sums of them
+        ):  # an all-gather of new weights takes half as long as a sum of them
             more = self.link.seconds(self.job.step.gradient_bytes, way.ranks) / 2
         step_s = line.prediction.step_s + more
         return replace(way, step_s=step_s, training_s=line.training_s + self.job.steps * more)
 
     def _pipelines(self, teams: Sequence[Team]) -> list[Pipelined]:
-        """Return the pipelines of these computers, where no single one is enough or they are asked
-        for.
+        """Return the pipelines of these computers, if no single computer is enough or a pipeline
+        was requested.
         """
         if self.fits_one and not self.job.wants_stages:
             return []
         return [each for team in teams if (each := pipelined(self.job, team)) is not None]
 
     def _parts(self, ways: Sequence[Way], at: Situation) -> dict[str, Way | None]:
-        """Return the ways of several computers that divide more than a batch, and are worth it: for
-        their time where one computer would do, else for their memory.
+        """Return the best way that divides more than a batch, as a field of :class:`Situation`.
+
+        It is ``parts`` if the training does not fit one computer. Otherwise it is ``inside``, and
+        must save enough time.
         """
         if self.job.link is None:
             return {}
@@ -437,8 +444,8 @@ class _Planner:
         return replace(way, fits=all_hold(team, way.by_rank))
 
     def _unable(self, team: Team, ways: Sequence[Way]) -> tuple[str, ...]:
-        """Tell the computers that cannot take part, each with the least that its share takes and
-        what it has.
+        """Return a text for each computer that cannot take part: the least bytes of its share, and
+        its memory.
         """
         ways = [way for way in ways if self._is_open(way.flags)]
         if not ways or self.job.shares or len(team) < 2:
@@ -453,11 +460,11 @@ class _Planner:
                 ] = None
         return tuple(found)
 
-    # --- what is offered --------------------------------------------------------------------------
+    # --- offers -----------------------------------------------------------------------------------
 
     def _offer(self, team: Team, line: OutlookLine, ways: Sequence[Way]) -> Offer | None:
-        """Return the training on these computers, with the flags that it takes there; ``None``: it
-        does not fit.
+        """Return the offer to train on these computers, with the needed flags; ``None`` if the
+        training does not fit them.
         """
         way = cheapest(ways)
         if ways and way is None:
@@ -476,7 +483,7 @@ class _Planner:
             training_s=training_s,
             speed_up=self.alone_s / training_s,
             exposed=step.exposed_s / step.step_s,
-            # The speed-up if four batches are one, here and on one computer.
+            # The speed-up if both these computers and one computer exchange four batches as one.
             accumulated=job.alone_step_s(self.first.speed, _FOUR) / four.step_s,
             flags="" if way is None else way.flags,
             more="" if way is None else way.more,
@@ -485,9 +492,7 @@ class _Planner:
 
 
 def _best(offers: Sequence[Offer], enough: int) -> Offer | None:
-    """Return that with as many as are enough, or the most below; where one is enough, the quickest
-    of several.
-    """
+    """Return the offer with the most computers, up to ``enough``; if there is none, the fastest."""
     found = [each for each in offers if each.machines <= enough]
     if found:
         return max(found, key=lambda each: each.machines)

@@ -1,6 +1,4 @@
-"""A model whose blocks are divided among several computers: how many each has, in what memory, and
-in what time.
-"""
+"""Plan of a pipeline: how several computers divide the model's blocks, in what memory and time."""
 
 from __future__ import annotations
 
@@ -32,28 +30,32 @@ from allhands.run.stage_costs import (
 from allhands.run.training_memory import DecoderShape
 
 _FLOAT, _HALF = 4, 2
-# Of a process on a CPU that has not begun to train: Python, its libraries and MLX.
+# Bytes of a process on a CPU before it trains: Python, its libraries and MLX.
 PROGRAM_BYTES = 120_000_000
-_ROUNDED = 0.01  # of a micro-batch: whole tokens
-FEWER = 0.85  # what more computers must take of fewer ones' time
+_ROUNDED = 0.01  # part of a micro-batch that may be an error of rounding to whole tokens
+FEWER = 0.85  # more computers must take less than this part of the time of fewer computers
 
 
 @dataclass(frozen=True)
 class Pipelined:
-    """A pipeline of some computers, one stage on each, in their order.
+    """A pipeline of some computers, with one stage on each, in their order.
 
     Attributes:
-        computers: their names.
-        sizes: blocks of each; ``num_bytes`` that each needs at its peak, ``usable_bytes`` of those
-            it has, ``missing`` beyond them; all 0 where the model fits.
-        fits: ``None`` where a memory is not known.
-        micro_batches: of a step.
-        step_s: of a step; ``compute_s`` of that the slowest stage's passes, ``messages_s`` what
-            waits for the link.
+        machines: number of computers.
+        computers: names of the computers.
+        sizes: number of blocks on each computer.
+        num_bytes: bytes that each computer needs at its peak.
+        usable_bytes: bytes that a training may take on each computer; ``None`` if unknown.
+        missing: bytes that each computer lacks; all 0 if the model fits.
+        fits: True if each computer holds its stage; ``None`` if a memory is not known.
+        micro_batches: number of micro-batches of a step.
+        step_s: seconds of a step.
+        compute_s: seconds of the slowest stage's passes in a step.
+        messages_s: seconds of a step in which stages wait for the link.
         bubble: the part of a step in which stages wait for the first and the last micro-batch.
-        sent_bytes: by a rank in a step, at most.
-        training_s: of the whole training.
-        flags: with which it is started.
+        sent_bytes: most bytes that a rank sends in a step.
+        training_s: seconds of the whole training.
+        flags: flags that start the pipeline.
     """
 
     machines: int
@@ -74,7 +76,7 @@ class Pipelined:
 
     @property
     def told(self) -> str:
-        """One line: which computers, which split, how long, how much waiting."""
+        """A line for people with computers, split, memory, and the time of a step."""
         blocks = (
             " and ".join(map(str, self.sizes))
             if len(self.sizes) == 2
@@ -106,8 +108,8 @@ class Pipelined:
 
 
 def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:
-    """Return the pipeline of these computers; ``None`` where there is none, or nothing is known of
-    the model.
+    """Return the pipeline of these computers; ``None`` if they cannot be one, or if the model's
+    blocks are not known.
     """
     if (
         job.blocks is None
@@ -158,16 +160,20 @@ def split_model(
     beside_bytes: int = 0,
     given: Sequence[int] = (),
 ) -> tuple[int, Layers, Split, float]:
-    """Return the first of the forms of a model that fits, its layers, their split, and a factor on
-    times.
+    """Split a model into stages, in the fastest form of its weights that fits.
 
     Args:
         team: computers of the stages.
-        models: weights of a stage's rank in each form, the fastest first.
+        models: weights of the model in each form, the fastest first.
         of: function that returns the arrays of work with the whole model.
-        beside_bytes: what a rank has for a while besides: whole weights where others have parts of
-            its stage's, and gradients on their way between copies of a stage.
-        given: blocks of each stage; empty: they are found.
+        hidden_bytes: bytes of a micro-batch's hidden states.
+        beside_bytes: further bytes of a rank: fetched weights of its stage, if ranks divide them,
+            and buckets of gradients between copies of a stage.
+        given: number of blocks of each stage; empty: it is found.
+
+    Returns:
+        The index of the form (the last if none fits), its layers, their split, and the factor by
+        which passes in this form are slower.
     """
     on_gpu, ranks = not job.present_bytes, len(team)
     more = 1.0 if on_gpu else ON_CPU
@@ -175,7 +181,7 @@ def split_model(
     once = parts[0][1]
     taken = once + beside_bytes + _process_bytes(job)
     begun = alive("1f1b", ranks, cut.batches, 1, native=False)
-    # A CPU computes forward passes again for the way back, and holds the activations of one
+    # A CPU recomputes forward passes in the backward pass, so it holds the activations of only one
     # micro-batch.
     held = alive("1f1b", ranks, cut.batches, 1, native=not on_gpu)
     seats = [
@@ -192,17 +198,17 @@ def split_model(
 
 
 def _process_bytes(job: Job) -> int:
-    """Bytes of a process on a CPU beside its stage's arrays; 0 on a GPU."""
+    """Return the bytes of a process on a CPU besides its stage's arrays; 0 on a GPU."""
     if not job.present_bytes:
         return 0
-    # A process is there also where one that was looked at had the model's weights in its memory
-    # anyway.
+    # At least a program: the measured process may count less, because its memory already had the
+    # model's weights.
     return max(job.present_bytes, PROGRAM_BYTES) + job.backend_bytes + ROOM_OF_PRODUCTS
 
 
 def best_pipeline(found: Sequence[Pipelined]) -> Pipelined | None:
-    """Return the fitting pipeline with the fewest computers, or one with more if they save enough
-    of the time.
+    """Return the fitting pipeline with the fewest computers; one with more computers if it takes
+    less than :data:`FEWER` of the time. ``None`` if none fits.
     """
     best: Pipelined | None = None
     for each in found:
@@ -213,12 +219,13 @@ def best_pipeline(found: Sequence[Pipelined]) -> Pipelined | None:
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """A step as a pipeline cuts it.
+    """A step that is cut into micro-batches for a pipeline.
 
     Attributes:
-        work: of one micro-batch, ``batches`` of which are a step.
-        pass_s: of a micro-batch's passes through the whole model, on a computer of speed 1.
-        rest_s: of a step what is no pass, above all the update.
+        work: work of one micro-batch.
+        batches: number of micro-batches of a step.
+        pass_s: seconds of a micro-batch's passes through the whole model, on a computer of speed 1.
+        rest_s: seconds of a step besides passes, above all of the update.
     """
 
     work: Work
@@ -228,7 +235,7 @@ class PipelineStep:
 
 
 def cut_step(job: Job, ranks: int) -> PipelineStep:
-    """Return a step as training cuts it for so many stages."""
+    """Return a step as training cuts it for a pipeline of ``ranks`` stages."""
     assert job.work is not None
     work, rows, once_s, usual = job.work, job.batch_rows, 0.0, 0
     whole = work.batch_tokens or work.tokens
@@ -238,8 +245,8 @@ def cut_step(job: Job, ranks: int) -> PipelineStep:
         each = max(1, min(rows // (MICRO_BATCHES * ranks), max(1, work.tokens // row)))
         tokens, batches = min(work.tokens, max(1, whole * each // rows)), math.ceil(rows / each)
     else:
-        # Each pass takes some time however few tokens it has; what was measured may be for another
-        # number of stages.
+        # Each pass takes some time even with few tokens. The measured micro-batches may be for
+        # another number of stages.
         times = (small_enough(small.longest, rows, ranks) or small.limit) / small.limit
         tokens, batches = round(times * small.tokens), math.ceil(small.batches / times - _ROUNDED)
         once_s = max(0.0, small.seconds - job.step.alone_s) / max(1, small.batches - small.usual)
@@ -252,7 +259,9 @@ def cut_step(job: Job, ranks: int) -> PipelineStep:
 
 
 def largest_update(model: Model, sizes: Sequence[int], team: Sequence[Computer]) -> float:
-    """Return the part of the update that the rank has that takes longest for it, by speed."""
+    """Return the relative time of the update on the slowest rank: its part of the trained weights,
+    divided by its speed.
+    """
     trained = [block.trained_bytes for block in model.blocks]
     stops = list(accumulate(sizes))
     own = [float(sum(trained[stop - size : stop])) for size, stop in zip(sizes, stops, strict=True)]
@@ -267,10 +276,10 @@ def largest_update(model: Model, sizes: Sequence[int], team: Sequence[Computer])
 def model_of(
     blocks: DecoderShape, work: Work, *, tied: bool, form: tuple[float, float] | None = None
 ) -> Model:
-    """Return the model's weights.
+    """Return the weights of the blocks, the embedding and the head.
 
     Args:
-        form: bytes of a block's and of a table's; ``None``: all weights take as many bytes each.
+        form: bytes of a block, and of the embedding; ``None``: all weights have the same size.
     """
     table = blocks.vocabulary * blocks.dims
     numbers = block_weights(blocks, blocks.experts or 1) + blocks.experts * blocks.dims
@@ -292,7 +301,9 @@ def model_of(
 
 
 def message_s(link: ExchangeTimes | None, num_bytes: float) -> float:
-    """Return the seconds of a message between two neighbours: a sum of two ranks sends as much, in
-    two messages.
+    """Return the seconds of a message between two neighbours, from the time of a sum over two
+    ranks.
+
+    The sum sends as many bytes, in two messages.
     """
     return 0.0 if link is None else max(0.0, link.seconds(num_bytes, 2) - link.seconds(0, 2) / 2)

@@ -1,8 +1,8 @@
-"""Time of a step on any number of computers, from its time on one: Amdahl's law and its neighbours.
+"""Time of a step on any number of computers, from its time on one computer.
 
-A step has a serial part (the update, the program itself), a part that is divided among the ranks
-(the passes), and the exchange. On one computer there are only the first two parts, and measurements
-with two batch sizes separate them.
+As in Amdahl's law, a step has a serial part (the update, the program itself) and a part that is
+divided among the ranks (the passes). With several ranks it also has the exchange. On one computer
+there are only the first two parts, and measurements with two batch sizes separate them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from allhands.parallel.costs import PackedGradients
 from allhands.plan.links import ExchangeTimes
 
-_WORTH = 0.05  # what another computer must save of a step's time
-_NUMBERS_BYTES = 64
-_SAME = 1e-9  # of logarithms
+_WORTH = 0.05  # part of a step's time that another computer must save
+_NUMBERS_BYTES = 64  # of the few numbers that ranks exchange in each step
+_SAME = 1e-9  # differences of logarithms up to this are rounding errors
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class StepModel:
         token_s: seconds of one token on a computer of speed 1.
         rows: rows of a global batch, which cannot be cut further.
         gradient_bytes: bytes of the exchanged gradients.
-        bucket_bytes: bytes of one call, at most.
-        overlapped: True if the exchange overlaps the passes, except for one call.
+        bucket_bytes: most bytes of one bucket, which is one all-reduce call.
+        overlapped: True if the exchange overlaps the passes, except for the last bucket.
         packed: form of the exchanged gradients; ``None``: not packed.
         every: steps from one exchange to the next; the steps between exchange only a few numbers.
         beside: number of steps whose computation hides an exchange.
@@ -68,12 +68,14 @@ class StepModel:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step on some computers.
+    """Prediction of a step on ``ranks`` computers.
 
     Attributes:
-        compute_s: seconds of computation on the slowest rank.
-        exchange_s: seconds of the whole exchange; ``exposed_s``: the part that ranks wait for.
-        speed_up: against the fastest computer alone with the same batch.
+        step_s: seconds of the step.
+        compute_s: seconds of the passes on the slowest rank.
+        exchange_s: seconds of the whole exchange.
+        exposed_s: seconds in which ranks wait for the exchange.
+        speed_up: speed-up against the fastest computer alone with the same batch.
         capacity: sum of the speeds, relative to the fastest computer: the number of computers if
             all are equal.
     """
@@ -92,22 +94,24 @@ class Prediction:
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Fit ``(serial_s, token_s)`` to the line through ``(tokens, seconds)`` of steps; neither is
-    below 0.
+    """Return ``(serial_s, token_s)`` of the line through ``(tokens, seconds)`` of steps.
+
+    Neither is below 0. Steps of a single size have no serial part.
     """
     if len({tokens for tokens, _ in points}) < 2:
         tokens, seconds = points[0]
         return 0.0, seconds / tokens
     seconds = [second for _, second in points]
     slope, base = statistics.linear_regression([tokens for tokens, _ in points], seconds)
-    if slope <= 0:  # more is not slower: all of it is overhead, as far as can be seen
+    if slope <= 0:  # more tokens are not slower: all of the time seems to be serial
         return statistics.mean(seconds), 0.0
     return max(0.0, base), min(slope, min(second / tokens for tokens, second in points))
 
 
 def exchange_s(model: StepModel, link: ExchangeTimes, ranks: int) -> float:
-    """Return the time to exchange all gradients, call by call; with rare exchanges, the part of one
-    step.
+    """Return the seconds to exchange all gradients, bucket by bucket.
+
+    With :attr:`StepModel.every` above 1 it is the mean time in a step.
     """
     whole, rest = divmod(model.gradient_bytes, model.bucket_bytes)
     everything = whole * _call_s(model, link, ranks, model.bucket_bytes)
@@ -118,7 +122,7 @@ def exchange_s(model: StepModel, link: ExchangeTimes, ranks: int) -> float:
 
 
 def _call_s(model: StepModel, link: ExchangeTimes, ranks: int, gradient_bytes: int) -> float:
-    """Return the time of one call, with so much of the gradients."""
+    """Return the seconds to exchange ``gradient_bytes`` of gradients in one call."""
     packed = model.packed
     return link.seconds(
         gradient_bytes if packed is None else packed.all_reduced(gradient_bytes, ranks), ranks
@@ -131,13 +135,16 @@ def predict(
     """Predict a step on computers of these speeds; the measured computer has speed 1.
 
     Shares are in proportion to speeds, in whole rows, and a step waits for the rank with the
-    longest share. More ranks than one computer has ``room`` for take turns on its cores in all
-    computation; 0: each has cores of its own.
+    longest share.
+
+    Args:
+        room: number of ranks for which the cores of one computer suffice; more ranks take turns.
+            0: each rank has cores of its own.
     """
     ranks, whole = len(speeds), sum(speeds)
     even, largest = model.rows / whole, _of_whole_rows(model.rows, speeds)
-    # Rows are of unequal lengths, so that tokens are cut more evenly than rows are: between the
-    # two. But no rank that computes at all has less than a row.
+    # Rows have unequal lengths, so tokens can be cut more evenly than rows: take the mean of both.
+    # But no rank that computes has less than a row.
     longest = max((even + largest) / 2, 1 / max(speeds))
     turns = max(1.0, ranks / room) if room else 1.0
     compute = turns * model.tokens * model.token_s * longest / model.rows
@@ -159,7 +166,7 @@ def predict(
 
 
 def _of_whole_rows(rows: int, speeds: Sequence[float]) -> float:
-    """Rows by speed of the rank that takes longest, each row given to the one that is done with it
+    """Return the largest rows / speed of a rank, if each row goes to the rank that would finish it
     first.
     """
     if len(set(speeds)) == 1:
@@ -174,8 +181,8 @@ def _of_whole_rows(rows: int, speeds: Sequence[float]) -> float:
 
 
 def laws(serial_fraction: float, ranks: float) -> dict[str, float]:
-    """Return the speed-up of Amdahl (the same batch) and of Gustafson (a batch for each), with
-    nothing exchanged.
+    """Return the speed-ups of Amdahl (the same batch for all) and of Gustafson (a batch for each
+    rank), without an exchange.
     """
     amdahl = 1.0 / (serial_fraction + (1.0 - serial_fraction) / ranks)
     return {"amdahl": amdahl, "gustafson": ranks - serial_fraction * (ranks - 1)}
@@ -183,12 +190,15 @@ def laws(serial_fraction: float, ranks: float) -> dict[str, float]:
 
 def enough(seconds: Mapping[int, float]) -> int:
     """Return the number of computers beyond which each further one saves less than 5 % of a step's
-    seconds.
+    time.
 
     If rows do not divide evenly, the next computer may save nothing although a later one does. So
     all larger numbers are checked.
+
+    Args:
+        seconds: time of a step by number of computers.
     """
-    # Each computer that is worth it takes log(1 - 5 %) off the logarithm at least.
+    # Each computer that is worth it lowers the logarithm of the time by -log(1 - 5 %) or more.
     left = {
         ranks: math.log(time) - ranks * math.log(1.0 - _WORTH) for ranks, time in seconds.items()
     }

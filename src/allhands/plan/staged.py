@@ -1,6 +1,4 @@
-"""A pipeline whose stages' matrices or arrays are divided once more, or of which there are several
-copies.
-"""
+"""Plan of a pipeline whose stages are divided once more, or of several copies of a pipeline."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from allhands.run.stage_costs import Model, Weights, alive, on_the_way
 
 
 class StagedWay(MeshWay):
-    """Ranks of a mesh with stages."""
+    """Plan of ranks of a mesh with stages."""
 
     def way(self) -> Way:
         """Return the way, with the bytes of each rank."""
@@ -66,12 +64,12 @@ class StagedWay(MeshWay):
         return self.told(shown, by_rank, buckets, step_s, sent_bytes)
 
     def _hidden_bytes(self, cut: PipelineStep) -> int:
-        """Bytes of a micro-batch's hidden states on a rank."""
+        """Return the bytes of a micro-batch's hidden states on a rank."""
         return cut.work.tokens // self.mesh.context * self.blocks.dims * self.word
 
     def _given(self) -> list[int]:
-        """The blocks of each stage that a person has asked for; of several stages a rank has
-        together, their sum.
+        """Return the requested number of blocks of each rank of a pipeline; if a rank has several
+        stages, their sum. Empty if there was no request.
         """
         if self.config.pp_split == "auto":
             return []
@@ -79,7 +77,7 @@ class StagedWay(MeshWay):
         return [sum(sizes[place :: self.mesh.pipe]) for place in range(self.mesh.pipe)]
 
     def _job_of_a_copy(self) -> Job:
-        """The training of the ranks that have the same rows."""
+        """Return the training of one copy of the pipeline, with its part of the rows."""
         job = self.job
         part = max(self.rows)
         rows = max(1, round(job.batch_rows * part))
@@ -87,7 +85,9 @@ class StagedWay(MeshWay):
         return replace(job, work=self.work, batch_rows=rows if job.batch_rows else 0, step=step)
 
     def _stages(self) -> list[Computer]:
-        """The slowest speed and the least memory of the ranks of each stage."""
+        """Return a computer for each stage, with the lowest speed and the least memory of its
+        ranks.
+        """
         found: list[Computer] = []
         for place in range(self.mesh.pipe):
             own = [
@@ -103,7 +103,7 @@ class StagedWay(MeshWay):
     # --- a stage whose arrays are divided ---------------------------------------------------------
 
     def _stage(self, model: Model, sizes: Sequence[int], place: int) -> Model:
-        """The weights of a stage."""
+        """Return the weights of a stage."""
         start = sum(sizes[:place])
         own, nothing = model.blocks[start : start + sizes[place]], Weights(0.0, 0)
         first, last = place == 0, place == len(sizes) - 1
@@ -129,7 +129,7 @@ class StagedWay(MeshWay):
     def _of_fetching(
         self, cut: PipelineStep, model: Model, found: Split, place: int, hidden_bytes: int
     ) -> int:
-        """Bytes of a rank that fetches the arrays of its stage from others."""
+        """Return the bytes of a rank that fetches the arrays of its stage from other ranks."""
         divided = self._divided_stage(cut, model, found.sizes, place)
         fetching = self.fetching(last=place == len(found.sizes) - 1)
         memory = sharded_costs(divided, fetching).memory_of(
@@ -141,14 +141,14 @@ class StagedWay(MeshWay):
         )
 
     def _shown(self, cut: PipelineStep, model: Model, sizes: Sequence[int], place: int) -> Memory:
-        """What the arrays of a stage's rank are for."""
+        """Return the memory of a stage's rank by purpose, for the table."""
         divided = self._divided_stage(cut, model, sizes, place)
         return divided.memory(divided.work)
 
     # --- traffic and seconds ----------------------------------------------------------------------
 
     def _sent(self, cut: PipelineStep, model: Model, sizes: Sequence[int], place: int) -> int:
-        """Bytes that a rank of a stage sends in a step."""
+        """Return the bytes that a rank of a stage sends in a step."""
         mesh, pipe = self.mesh, self.mesh.pipe
         hidden = cut.batches * self._hidden_bytes(cut)
         sent = hidden * (min(place, 1) + min(pipe - 1 - place, 1))
@@ -172,9 +172,9 @@ class StagedWay(MeshWay):
         return sent + data.sent(Traffic(all_reduced=trained // mesh.shard))
 
     def _rows_of(self, cut: PipelineStep, divided: Divided, *, last: bool) -> ContextCosts:
-        """The keys and values of a stage that ranks exchange in a step.
+        """Return the costs of exchanging a stage's keys and values in a step.
 
-        A CPU computes forward passes twice, but for those of the last stage.
+        A CPU computes forward passes twice, except those of the last stage.
         """
         work = replace(divided.work, batch_tokens=cut.batches * cut.work.tokens)
         if self.on_cpu and not last:
@@ -183,15 +183,17 @@ class StagedWay(MeshWay):
         return context_costs(replace(divided, blocks=blocks, work=work))
 
     def _sums_of(self, cut: PipelineStep, sizes: Sequence[int], place: int) -> int:
-        """Sums of hidden states of a stage: twice a block in each pass.
+        """Return the number of sums of hidden states of a stage: two for each block in each pass.
 
-        A CPU computes forward passes twice, but for those of the last stage.
+        A CPU computes forward passes twice, except those of the last stage.
         """
         again = cut.work.recomputed or (self.on_cpu and place < len(sizes) - 1)
         return (6 if again else 4) * sizes[place]
 
     def _extra_s(self, cut: PipelineStep, model: Model, sizes: Sequence[int]) -> list[float]:
-        """Seconds of a micro-batch that each stage's ranks exchange among each other."""
+        """Return for each stage the seconds in which its ranks exchange with each other, for a
+        micro-batch.
+        """
         mesh, extra = self.mesh, list[float]()
         hidden = self._hidden_bytes(cut)
         for place in range(len(sizes)):

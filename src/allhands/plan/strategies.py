@@ -1,6 +1,4 @@
-"""Memory of a rank under each way of dividing a training, by the costs of the strategies
-themselves.
-"""
+"""Memory of a rank for each way of dividing a training, from the strategies' own costs."""
 
 from __future__ import annotations
 
@@ -13,9 +11,9 @@ from allhands.parallel.registry import STRATEGIES, Entry, TrainingNeeds
 from allhands.parallel.rounds import Rounds
 from allhands.run.training_memory import Memory, Work
 
-# Bytes of a weight in 4 bits with groups of 64, against one of two bytes.
+# Size of a weight in 4 bits with groups of 64, relative to a weight of two bytes.
 _QUANTISED = 4.5 / 16
-# What switches ways on.
+# Flags and a command that switch ways on.
 CHECKPOINT = "--grad-checkpoint"
 _DATA, _ZERO1 = STRATEGIES["data"], STRATEGIES["zero1"]
 SHARD = _ZERO1.flags
@@ -30,16 +28,16 @@ class Setting:
     """The ranks of a plan, and what they can do.
 
     Attributes:
-        of: the arrays of a rank's work at its peak.
-        needed: bytes of one of so many ranks that has such arrays, without the buckets of the
-            exchange.
-        quantised: whether the model's weights are already.
-        bucket_bytes: of the exchange between several ranks.
-        together: whether the ranks are processes of one computer.
-        divides: whether the optimizer's state can be divided: on a Linux CPU it is not.
-        scatters: whether the back-end has a reduce-scatter.
-        rounds: of local steps, or of one step with a delay, where such were asked for: several
-            ranks have no other way.
+        of: function that returns the arrays of a rank's work at its peak.
+        needed: function that returns the bytes of a rank, by its arrays and the number of ranks,
+            without the buckets of the exchange.
+        quantised: True if the model's weights are quantised already.
+        bucket_bytes: bytes of the buckets of the exchange between several ranks.
+        together: True if the ranks are processes of one computer.
+        divides: True if the optimizer's state can be divided; on a Linux CPU it cannot.
+        scatters: True if the back-end has a reduce-scatter.
+        rounds: requested rounds of local steps, or of one step with a delay; several ranks then
+            have no other way.
     """
 
     of: Callable[[Work], Memory]
@@ -57,20 +55,21 @@ class Way:
     """One way of dividing the work.
 
     Attributes:
-        ranks: computers that it takes.
-        parts: bytes of the rank with the largest share by what they are for, in the order of a
-            table.
-        rank_bytes: of that rank at the peak; less than all parts, which do not come together.
-        by_rank: the same of each rank; all alike where each has an equal share.
-        flags: what switches it on; ``more`` of these what saves memory.
-        sent_bytes: that a rank sends in a step.
-        fits: whether each rank's bytes do; ``None`` where that is not known.
-        combined: whether several flags save memory together, which is of interest where none alone
-            is enough.
-        strategy: name in the registry, or ``context``; empty: plain data parallel with what saves
-            memory.
-        step_s: seconds of a step, and ``training_s`` of the whole training; 0 where that is not
-            told.
+        name: name for people.
+        ranks: number of computers that it takes.
+        parts: bytes of the rank with the largest share by purpose, in the order of a table.
+        rank_bytes: bytes of this rank at its peak; less than the sum of all parts, which are not
+            there at the same time.
+        by_rank: bytes of each rank at its peak.
+        flags: flags that start it, with ``more``.
+        more: flags that ask for this way, or save memory.
+        sent_bytes: bytes that a rank sends in a step.
+        fits: True if each rank's bytes fit its computer; ``None`` if that is not known.
+        combined: True if several flags save memory together; shown only if no simple way fits.
+        strategy: name in the registry, ``context``, or several names joined by ``+``; empty: one
+            rank, or local steps.
+        step_s: seconds of a step; 0 if not predicted.
+        training_s: seconds of the whole training; 0 if not predicted.
     """
 
     name: str
@@ -91,12 +90,12 @@ class Way:
 def all_ways(work: Work, shares: Sequence[float], setting: Setting) -> list[Way]:
     """Return all ways that make sense for this work, the simplest first.
 
-    Those of several flags together are all of them, from the one that costs the least time on: see
-    :func:`those_told`.
+    Ways with several flags come in the order of the time that they cost; :func:`those_told` chooses
+    among them.
 
     Args:
         work: the whole batch, in micro-batches as one computer would cut it.
-        shares: of each rank the part of a batch that it gets.
+        shares: the part of a batch of each rank.
     """
     return list(_AllWays(work, shares, setting).found())
 
@@ -114,7 +113,9 @@ class _AllWays:
         self.start = start if several else ""
 
     def found(self) -> Iterator[Way]:
-        """Yield each strategy as it is, then with what saves memory, then with weights in 4 bits."""
+        """Yield each strategy as it is, then with flags that save memory, then with weights in 4
+        bits.
+        """
         savings = [*_savings(self.work.share(max(self.shares)))]
         if self.ranks == 1:
             yield from self._of_one(savings)
@@ -158,7 +159,11 @@ class _AllWays:
         *,
         combined: bool = False,
     ) -> Way:
-        """All ranks with the same flags, each with its share."""
+        """Return the way in which all ranks have the same flags, each with its share.
+
+        Args:
+            change: applies the flags ``more`` to the work of a rank.
+        """
         entry = entry or self.plain
         works = {share: change(self.work.share(share)) for share in {*self.shares}}
         kept = {share: self._memory(entry, each) for share, each in works.items()}
@@ -197,7 +202,7 @@ class _AllWays:
         return with_left_out(entry.costs.memory(self.setting.of(work), self.ranks), work)
 
     def _sent(self, entry: Entry) -> int:
-        # Gradients travel in the type of what is trained.
+        # Gradients have the types of the trained weights.
         trained, packed = self.work.trained_bytes, self.work.packed
         travels = (
             packed.traffic(trained, self.ranks) if packed is not None and entry.packs else None
@@ -207,7 +212,9 @@ class _AllWays:
         ).sent(self.ranks)
 
     def _flags(self, more: str) -> str:
-        """With what starts the ranks; a model in 4 bits comes before."""
+        """Return the flags that start the ranks, with ``more``; the command for weights in 4 bits
+        comes first.
+        """
         after = more.removeprefix(QUANTISE).removeprefix(_THEN)
         rounds = (
             self.plain.flags if self.rounds is not None and self.plain.flags not in after else ""
@@ -217,12 +224,12 @@ class _AllWays:
 
 
 def launch_flags(ranks: int, *, together: bool) -> str:
-    """Return the flags that start so many ranks, as processes of one computer or on several."""
+    """Return the flags that start ``ranks`` ranks, on one computer (``together``) or on several."""
     return f"-n {ranks}" if together else "--hostfile hosts.json"
 
 
 def _in_rounds(rounds: Rounds) -> Entry:
-    """Local steps, or delayed gradients, as they were asked for."""
+    """Return the entry for the requested local steps or delayed gradients."""
     if rounds.every == 1:
         return STRATEGIES["delayed"]
     return replace(STRATEGIES["local"], costs=LocalCosts(rounds), flags=rounds.flags)
@@ -241,11 +248,10 @@ def _both(first: _Change, then: _Change, work: Work) -> Work:
 
 
 def _savings(work: Work) -> Iterator[tuple[str, str, _Change]]:
-    """Name, flags and change of all that saves memory and changes no result, from what costs the
-    least time on.
+    """Yield name, flags and change of all settings that save memory and change no result, in the
+    order of the time that they cost.
 
-    Micro-batches are halved as far as one row; then the same with activations that are computed
-    again.
+    Micro-batches are halved down to one row; then the same with recomputed activations.
     """
     sizes: list[int] = []
     size = work.tokens
@@ -267,7 +273,7 @@ def _savings(work: Work) -> Iterator[tuple[str, str, _Change]]:
 
 
 def _smaller(work: Work, *, tokens: int, recomputed: bool = False) -> Work:
-    """With micro-batches of at most so many places."""
+    """Return ``work`` in micro-batches of at most ``tokens``."""
     return replace(work.cut(min(tokens, work.tokens)), recomputed=recomputed or work.recomputed)
 
 
@@ -276,8 +282,10 @@ def _cut(tokens: int) -> str:
 
 
 def cheapest(ways: Sequence[Way]) -> Way | None:
-    """Return the way that fits and costs the least: what changes results comes last, before it what
-    takes time most.
+    """Return the cheapest way that fits; ``None`` if none does.
+
+    Weights in 4 bits are the most expensive because they change the results, then recomputation,
+    then a divided optimizer.
     """
     able = [way for way in ways if way.fits is not False]
     return min(
@@ -288,11 +296,11 @@ def cheapest(ways: Sequence[Way]) -> Way | None:
 
 
 def those_told(ways: Sequence[Way]) -> list[Way]:
-    """Return the ways that are worth telling: of those of several flags the first that fits, if no
-    simple one does.
+    """Return the ways to show: all simple ways, and a combined way only if no simple way fits.
 
-    Where none fits, the one that takes the least, of equal ones that with the most flags, shows by
-    how much. On several computers the cheapest one is always told.
+    The combined way is the first that fits. If none fits, it is the one that needs the least memory
+    (with the most flags if several need as little), to show how much is missing. On several
+    computers the cheapest way is always shown.
     """
     best = cheapest([way for way in ways if way.ranks > 1])
     chosen = [best]
@@ -300,7 +308,7 @@ def those_told(ways: Sequence[Way]) -> list[Way]:
     for rounded in (
         False,
         True,
-    ):  # 4 bits change the results: they come by themselves, and after the others
+    ):  # weights in 4 bits change the results: they are a group of their own, after the others
         group = [way for way in ways if way.flags.startswith(QUANTISE) is rounded]
         fits |= any(way.fits is not False for way in group if not way.combined)
         more = [way for way in group if way.combined]
