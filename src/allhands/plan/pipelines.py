@@ -89,7 +89,7 @@ class Pipelined:
             for needed, usable in zip(self.num_bytes, self.usable_bytes, strict=True)
         )
         short = ", ".join(
-            f"{name} misses {format_bytes(missing)}"
+            f"{name} lacks {format_bytes(missing)}"
             for name, missing in zip(self.computers, self.missing, strict=True)
             if missing
         )
