@@ -1,1 +1,1 @@
-"""The commands, one module each: they parse, build the configuration, call one function and print."""
+"""The commands, one module each: parse, build the configuration, call one function, print."""

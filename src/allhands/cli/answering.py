@@ -20,7 +20,7 @@ def ranks_asked(asked: Generate | Chat | Compare) -> dict[str, Any] | None:
     """Return the options that place the ranks; ``None``: one process has the whole model.
 
     Raises:
-        ConfigError: some are given without ``strategy``.
+        ConfigError: such options are given without ``--strategy``.
     """
     names = ("num_ranks", "hosts", "hostfile", "backend", "pp_split")
     ranks = {name: value for name in names if (value := getattr(asked, name)) is not None}
@@ -44,7 +44,7 @@ def tell_harm(adapter_path: Path | None, model: str | None = None) -> None:
 
 
 def chat_choice(template: str | None, system: str) -> ChatChoice:
-    """Return the choice of the two options.
+    """Return the choice of a chat template that the two options make.
 
     Raises:
         ConfigError: ``system`` is neither template nor merge.

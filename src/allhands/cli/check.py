@@ -36,9 +36,10 @@ from allhands.model.tokenizer import positions_in
 from allhands.run.datasets import chat_of, find_splits
 from allhands.runtime.accelerator import detect
 
-# Texts of each split that are searched for near duplicates: some seconds, and 70 MB at most.
+# Number of texts of each split that are searched for near duplicates: this takes some seconds, and
+# at most 70 MB.
 NEAR_LIMIT = 20_000
-# Characters of a run that are shown at its beginning and at its end.
+# Number of characters that are shown at the beginning and at the end of a long stretch.
 _SHOWN_CHARACTERS = 600
 
 _SEVERITIES = {"ruins": "ruins the run", "harms": "harms the run", "note": "good to know"}
@@ -58,12 +59,15 @@ def check(asked: DataCheck) -> None:
 def run_check(
     config: TrainConfig, names: Sequence[str], sample: ShownSample, *, as_json: bool = False
 ) -> bool:
-    """Check the splits ``names``; print the findings, and the examples of ``sample``. Return
-    whether there is a serious problem.
+    """Check the splits ``names``; print the findings, and the examples of ``sample``.
+
+    Returns:
+        True if there is a serious problem.
 
     Raises:
         DataError: the data or the requested split are missing.
-        typer.Exit: with the code of this error, after the output: requested lines were not found.
+        typer.Exit: after the output, with the exit code of :class:`DataError`: lines were
+            requested, and none of them was found.
     """
     # Missing data are found before the model is fetched.
     splits, notes = _sources(config, names)
@@ -99,7 +103,7 @@ def run_check(
 
 
 def _missing(split: str, lines: set[int]) -> list[DataFinding]:
-    """The requested rows that do not exist."""
+    """Return a finding about requested rows that do not exist, if there are any."""
     rows = [str(line) for line in sorted(lines)]
     return [DataFinding("no-row", "note", split, details={"rows": rows})] if rows else []
 
@@ -122,16 +126,16 @@ def _options(config: TrainConfig, model: Path) -> CheckOptions:
 def _trains_embedding(config: TrainConfig) -> bool:
     if config.fine_tune_type == "full":
         return config.num_layers in (None, -1)
-    # By their names in mlx_lm's models: model.embed_tokens, transformer.wte, model.tok_embeddings
-    # and so on.
+    # Embeddings have such names in mlx_lm's models: model.embed_tokens, transformer.wte,
+    # model.tok_embeddings and so on.
     return any(
         re.search(r"(embed|wte|embedding)[^.]*$", key) for key in config.lora_parameters.keys or ()
     )
 
 
 def vocabulary_of(model: Path) -> int | None:
-    """Rows of the embedding of the model in this directory; None if its config does not say, or it
-    is a tokenizer.
+    """Return the number of rows in the embedding of the model in this directory; ``None`` if
+    config.json does not say, or if there is only a tokenizer.
     """
     file = model / "config.json"
     values = json.loads(file.read_bytes()) if file.is_file() else {}
@@ -143,7 +147,7 @@ def vocabulary_of(model: Path) -> int | None:
     return None
 
 
-# --- what is read ---------------------------------------------------------------------------------
+# --- the rows -------------------------------------------------------------------------------------
 
 
 def _sources(
@@ -206,7 +210,7 @@ def _of_file(file: Path, columns: ColumnNames) -> Iterator[Example | DataError]:
                 row.value, columns, source=row.source, line=row.line, empty_texts=True
             )
             if example.record is None:
-                # It says why training refuses preference data.
+                # This raises the error with which training refuses preference data.
                 parse_record(row.value, columns, source=row.source, line=row.line)
         except DataError as error:
             yield error
@@ -265,7 +269,7 @@ def _explained(config: TrainConfig, tokenizer: Any, record: Record) -> Explained
 ShownRecord = tuple["Record", "Explained | AllhandsError"]
 Kind = Literal["trained", "masked", "cut"]
 STYLES: dict[Kind, str] = {"trained": "bold green", "masked": "", "cut": "dim strike"}
-# Without colours: the signs of wdiff.
+# Signs in place of colours, as in wdiff.
 SIGNS: dict[Kind, tuple[str, str]] = {
     "trained": ("{+", "+}"),
     "masked": ("", ""),
@@ -276,7 +280,7 @@ SIGNS: dict[Kind, tuple[str, str]] = {
 def to_json(
     reports: Sequence[SplitReport], findings: Sequence[DataFinding], shown: Sequence[ShownRecord]
 ) -> dict[str, Any]:
-    """Everything as plain JSON values."""
+    """Return all results as plain JSON values."""
     return {
         "splits": {
             report.name: asdict(report) | {"trained_share": report.trained_share}
@@ -353,7 +357,7 @@ def spread_table(spreads: Mapping[str, LengthSummary]) -> Table:
 
 
 def _lines(report: SplitReport, config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """The other numbers of a split."""
+    """Yield the other lines about a split: name and words."""
     if report.lengths.count:
         yield from _trained(report, config)
     if over := report.lengths.over_limit:
@@ -431,7 +435,7 @@ def _print_findings(console: Console, findings: Sequence[DataFinding]) -> None:
 
 
 def _say(console: Console, words: str, indent: int, style: str = "") -> None:
-    """A paragraph; its further lines are indented by six."""
+    """Print a paragraph; its further lines are indented by six."""
     wrapper = textwrap.TextWrapper(console.width - 1, " " * indent, " " * 6, break_on_hyphens=False)
     console.print(wrapper.fill(words), style=style, soft_wrap=True)
 
@@ -462,8 +466,8 @@ def _print_shown(console: Console, shown: Sequence[ShownRecord], special: Sequen
 
 
 def run_text(kind: Kind, words: str, special: Sequence[str], *, coloured: bool) -> Text:
-    """Return a stretch of an example for the screen; special tokens stand out, the middle of a long
-    one is left out.
+    """Return a stretch of an example for the screen; special tokens stand out, and the middle of a
+    long stretch is left out.
     """
     if len(words) > 3 * _SHOWN_CHARACTERS:
         left_out = f" [... {len(words) - 2 * _SHOWN_CHARACTERS:,} characters ...] "

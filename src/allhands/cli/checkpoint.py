@@ -96,10 +96,10 @@ def inspect_checkpoint(asked: CheckpointInspect) -> None:
 
 
 def _place(path: Path) -> Path:
-    """Return the directory that was meant; a file in a checkpoint means that checkpoint.
+    """Return the directory of a run or checkpoint; for a file in a checkpoint, that checkpoint.
 
     Raises:
-        CheckpointError: there is nothing, or another file.
+        CheckpointError: ``path`` does not exist, or is another file.
     """
     if path.is_dir():
         return path
@@ -127,7 +127,7 @@ def _survey(place: Path, *, verify: bool) -> list[FoundCheckpoint]:
 
 
 def _is_one(found: list[FoundCheckpoint], place: Path) -> bool:
-    """True if the directory is a checkpoint, and not a run with checkpoints."""
+    """True if ``place`` itself is a checkpoint, and not a run with checkpoints."""
     return [look.path for look in found] == [place]
 
 
@@ -164,7 +164,7 @@ def _table(found: list[FoundCheckpoint], good: str, *, of_run: bool) -> Table:
 
 
 def _named(look: FoundCheckpoint) -> list[str]:
-    """The name of the checkpoint's directory, if it says more than the step."""
+    """Return the name of the checkpoint's directory, if it says more than the step."""
     it = look.checkpoint
     if it is None or look.path.name == checkpoint_path(Path(), it.step).name:
         return []
@@ -210,7 +210,7 @@ def _show(checkpoint: Checkpoint) -> None:
 
 
 def _facts(checkpoint: Checkpoint) -> list[tuple[str, object]]:
-    """Facts of the run, the most important ones first."""
+    """Return the known facts of the run, the most important ones first."""
     state = checkpoint.state
 
     def told(key: str, words: Callable[[float], str]) -> str | None:
@@ -276,7 +276,7 @@ def _changed_settings(config: Any) -> dict[str, Any]:
 
 
 def _array_table(arrays: Iterable[StoredArray]) -> Table:
-    """Arrays of the same kind in different layers on one line."""
+    """Return a table of arrays; equal arrays of different layers are on one line."""
     kinds = Counter(
         (
             re.sub(r"\d+", "*", it.name.partition(".")[2]),
@@ -292,6 +292,6 @@ def _array_table(arrays: Iterable[StoredArray]) -> Table:
 
 
 def _listed(rows: Iterable[Sequence[str]]) -> Table:
-    """A table without heads."""
+    """Return a table without heads; there must be at least one row."""
     found = list(rows)
     return table_of([""] * len(found[0]), found, left=range(len(found[0])))

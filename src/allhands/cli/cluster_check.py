@@ -69,7 +69,7 @@ def _backend(asked: Backend, hostfile: Path | None) -> str:
 
 @contextmanager
 def _told() -> Generator[Callable[[str], None]]:
-    """Print a line about the current work at a terminal."""
+    """Show a line about the current work at a terminal; yields the function that sets it."""
     console = progress_console()
     if not console.is_terminal:
         yield lambda words: None
@@ -107,7 +107,7 @@ def show(
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
-    """One row each, the worst first."""
+    """Return a table with a row for each finding."""
     table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False, collapse_padding=True)
     for name, ratio in (("", None), ("check", None), ("hosts", 2), ("what is wrong", 7)):
         table.add_column(name, ratio=ratio, no_wrap=ratio is None, overflow="fold")
@@ -129,7 +129,7 @@ def findings_table(findings: Sequence[Finding]) -> Table:
 
 
 def host_line(host: HostReport) -> str:
-    """``node1  10.0.0.2  Linux x86_64, 2 cores, 25.3 GB``."""
+    """Return a line such as ``node1  10.0.0.2  Linux x86_64, 2 cores, 25.3 GB``."""
     parts = [host.name, ", ".join(host.addresses) or "no address"]
     if host.facts is None:
         return "  ".join([*parts, "not asked"])
@@ -211,7 +211,7 @@ def not_asked(cluster: Cluster) -> list[str]:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Return the last line."""
+    """Return the last line of the output, with the numbers of faults."""
     stops = sum(finding.severity == "stop" for finding in findings)
     warnings = sum(finding.severity == "warn" for finding in findings)
     more = f", {counted(warnings, 'warning')}" if warnings else ""
@@ -226,7 +226,7 @@ def verdict(findings: Sequence[Finding]) -> str:
 def as_content(
     cluster: Cluster, findings: Sequence[Finding], well: Sequence[Check]
 ) -> dict[str, Any]:
-    """Findings first, then the names of the checks that found nothing, then every fact."""
+    """Return plain values: findings, names of the checks that found nothing, and all facts."""
     return {
         "stops": any(finding.severity == "stop" for finding in findings),
         "findings": [asdict(finding) for finding in findings],

@@ -30,11 +30,11 @@ def cluster_init(asked: ClusterInit) -> None:
 
 
 def run_init(wishes: Wishes) -> int:
-    """Set the computers up; returns the exit code: 0 if all of them can be used.
+    """Set the computers up; return the exit code, which is 0 if all of them can be used.
 
     Raises:
         ConfigError: a question is necessary, and there is no terminal.
-        AllhandsError: nothing could be done.
+        AllhandsError: no computer could be set up.
     """
     report = SetUp(wishes, _Terminal(wishes.mode)).run()
     if wishes.mode == "dry-run":
@@ -116,7 +116,7 @@ class _Terminal:
 
 
 def _lines(steps: Sequence[Step], margin: str = "") -> list[str]:
-    """Commands to copy, each under a comment with its purpose."""
+    """Return commands to copy, each below a comment with its purpose."""
     found: list[str] = []
     for step in steps:
         found.append(f"{margin}# {step.host}: {step.why}" if step.host else f"{margin}# {step.why}")

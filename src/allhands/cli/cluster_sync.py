@@ -83,7 +83,7 @@ def run_sync(wanted: ClusterSync, hosts: Sequence[Host], options: SyncOptions) -
     """Copy the wanted files to these hosts and print the result; return the exit code.
 
     Raises:
-        AllhandsError: nothing could be copied anywhere.
+        AllhandsError: no file could be copied to any host.
     """
     content = {} if wanted.config is None else read_yaml(wanted.config)
     model = wanted.model or content.get("model")
@@ -112,7 +112,7 @@ def _words(wanted: ClusterSync, content: Mapping[str, Any], model: str | None) -
 
     Args:
         content: the configuration.
-        model: its directory.
+        model: directory of the model; ``None``: no model is wanted.
     """
     words, data = list(wanted.paths or ()), wanted.data
     if wanted.config is not None:
@@ -122,7 +122,7 @@ def _words(wanted: ClusterSync, content: Mapping[str, Any], model: str | None) -
             data = named
     if model is not None:
         words.append(model)
-    if data is not None and data != "demo":  # that is part of allhands
+    if data is not None and data != "demo":  # the demo data are part of allhands
         words.append(_data_path(data))
     return words
 
@@ -144,7 +144,7 @@ def _data_path(data: str) -> str:
 
 
 def _model_path(source: str) -> str:
-    """Return a directory unchanged, and any other model's place in the cache."""
+    """Return the directory of a model; a model of another name is fetched to the cache first."""
     if source != "demo" and Path(os.path.expanduser(source)).is_dir():
         return source
     leave_torch_out()
@@ -157,7 +157,7 @@ def _model_path(source: str) -> str:
 
 
 def report_lines(state: SyncState, dry_run: bool) -> list[str]:
-    """Return the result in words."""
+    """Return the result as lines for people."""
     head = f"{counted(len(state.sizes), 'file')}, {format_size(state.total)}"
     lines = [f"note: {note}" for note in state.notes] + [head]
     for host in state.hosts:
@@ -218,8 +218,9 @@ def as_record(state: SyncState, dry_run: bool) -> dict[str, Any]:
 
 @contextmanager
 def _progress(*, shown: bool) -> Generator[Show]:
-    """A bar for every host and one for all: first the files that a host reads, then those that it
-    receives.
+    """Yield a function that shows the state: a bar for every host and one for all.
+
+    A host's bar first shows the bytes that the host reads, then the bytes that it receives.
     """
     if not shown:
         yield lambda state: None
@@ -254,5 +255,5 @@ def _progress(*, shown: bool) -> Generator[Show]:
 
 
 def _come(host: HostState) -> int:
-    """Bytes for the bar: all bytes at the end, though rsync may have sent only the differences."""
+    """Return received bytes for the bar: all at the end, although rsync may send less."""
     return host.needed if host.state == "done" else min(host.needed, host.received)

@@ -33,9 +33,8 @@ allhands pretrain --data data/stories --tokenizer tokenizer --shape llama-15m
 allhands pretrain -n 2 -c stories.yaml --epochs 2 --resume auto
 """,
 }
-# For each verb: the class of its options in verbs_*.py; the module and function of its work,
-# imported only when the verb is called; and its line of the overview, for which nothing is
-# imported.
+# For each verb: the class of its options in verbs_*.py, the module and function of its work, and
+# its line in the overview. The modules are imported only when the verb is called.
 _VERBS = {
     "plan": (
         "runs.Plan plan:plan",
@@ -137,7 +136,7 @@ _GROUPS = {
         },
     ),
 }
-# How the parser treats words of verbs that pass them on: to training, or to another program.
+# Settings of the parser for verbs that pass words on to training or to another program.
 _SETTINGS: dict[str, dict[str, Any]] = {
     "Plan": {"allow_extra_args": True, "ignore_unknown_options": True},
     "Launch": {"allow_interspersed_args": False},
@@ -150,9 +149,9 @@ def register(app: typer.Typer, called: Sequence[str] = ()) -> None:
     """Attach every verb to ``app``.
 
     Args:
-        called: the verb that is called, or what stands in its place; the others then get no more
-            than their line of the overview, and what they need is not imported. Empty: all of them
-            in full.
+        called: first words of the command line: the called verb, perhaps after its group. All
+            other verbs then have only their line in the overview, and their modules are not
+            imported. Empty: all verbs are attached in full.
     """
     verb = called[0] if called else None
     for name, text in _TRAINING.items():
@@ -171,17 +170,17 @@ def register(app: typer.Typer, called: Sequence[str] = ()) -> None:
 
 
 def _attach(app: typer.Typer, name: str, place: str) -> None:
-    """Add the verb whose options and work are at ``place``."""
+    """Add the verb with options and work at ``place``, as in :data:`_VERBS`."""
     kind = place.split()[0].partition(".")[2]
     more: dict[str, Any] = {"cls": HostsCommand} if kind in _ABOUT_HOSTS else {}
     app.command(name, context_settings=_SETTINGS.get(kind), **more)(function_of(place))
 
 
 def function_of(place: str) -> Callable[..., None]:
-    """Return the function whose parameters are the fields of the options' class, for typer; it does
-    the work with them.
+    """Return the function of a verb for typer: its parameters are the fields of the options' class.
 
-    A field that is annotated with several options is the dictionary of those that were given.
+    It calls the function of the verb's work with an object of this class. A field that is annotated
+    with a list of options gets a dictionary of the given ones.
     """
     options_place, work = place.split()
     group, name = options_place.split(".")
@@ -213,11 +212,11 @@ def function_of(place: str) -> Callable[..., None]:
 
 
 def _not_called() -> None:
-    """In the place of a verb that only has to be named."""
+    """Stand for a verb that is only listed in the overview."""
 
 
 def _training(verb: str) -> Callable[..., None]:
-    """The function of ``train`` or ``pretrain``, with an option for each field of its
+    """Return the function of ``train`` or ``pretrain``, with an option for each field of its
     configuration.
     """
     from allhands.cli.options import option_function

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from allhands.model.load import LoadedModel
 
 Load = Callable[[Path | None, ChatChoice | None], "LoadedModel"]
-# What is in every file that save_comparison has written, near its end.
+# A text near the end of every file that save_comparison has written.
 SCORED = b'"after_share"'
 
 
@@ -51,7 +51,7 @@ def compare(asked: Compare) -> None:
         # The place of the answers is found before anything that takes long.
         target = _place_of_answers(adapter, asked.out, force=asked.force) if speaks else None
         prompts = held_out_prompts(asked.data, asked.num_prompts)
-        # Both are asked in the same words.
+        # The model without the adapter gets the same chat template.
         kept = adapter / TEMPLATE_FILE
         chat = ChatChoice(str(kept)) if kept.is_file() else None
         console = console_for()
@@ -81,12 +81,12 @@ def compare(asked: Compare) -> None:
 
 
 def _place_of_answers(adapter_path: Path, out: Path | None, *, force: bool) -> Path | None:
-    """Return where the answers are written: ``out``, or in the directory of a run; ``None``:
-    nowhere.
+    """Return the file for the answers: ``out``, or a file in the run's directory; ``None`` if there
+    is neither.
 
     Raises:
-        ConfigError: the file holds no such answers, and is not to be replaced by ``force``.
-        StorageError: it cannot be written.
+        ConfigError: the file exists and is no comparison, and ``force`` is false.
+        StorageError: the file cannot be written.
     """
     path = (
         adapter_path / ANSWERS_FILE
@@ -105,8 +105,11 @@ class AnswersCompared:
     """Answers of one model to the same prompts, without and with an adapter.
 
     Attributes:
-        before_share: share of the words of ``before`` that are pirate speech; ``after_share``
-            likewise.
+        prompts: the prompts.
+        before: answers without the adapter.
+        after: answers with the adapter.
+        before_share: share of pirate words in ``before``.
+        after_share: share of pirate words in ``after``.
     """
 
     prompts: tuple[str, ...]
@@ -117,10 +120,10 @@ class AnswersCompared:
 
 
 def held_out_prompts(data: str, count: int) -> list[str]:
-    """Last questions of the first ``count`` test examples.
+    """Return the last questions of ``count`` examples, spread over the test split.
 
     Raises:
-        DataError: no test split, or one without questions.
+        DataError: there is no test split, or it has no questions.
     """
     records = demo_records("test") if data == "demo" else _records(Path(data))
     prompts = [text for record in records if (text := _question(record))]
@@ -156,9 +159,11 @@ def answers(
     chat: ChatChoice | None = None,
     load: Load | None = None,
 ) -> tuple[list[str], Any]:
-    """Greedy answers and their speed; the model is freed afterwards.
+    """Return greedy answers, and their speed and memory; the model is freed afterwards.
 
-    ``load`` loads it with an adapter, where that is not done by one process.
+    Args:
+        load: loads the model with an adapter, if several ranks hold it; ``None``: this process
+            holds the whole model.
     """
     from allhands.infer.generate import answer_all, load_for_generation
     from allhands.model.beyond import answering, limits_told
@@ -170,7 +175,7 @@ def answers(
 
 
 def show_speed(console: Console, label: str, speed: Any) -> None:
-    """One line in the words of mlx_lm.generate."""
+    """Print speed and peak memory in a line, in the words of mlx_lm.generate."""
     console.print(
         f"{label}: prompt {speed.prompt_tokens} tokens, {speed.prompt_tps:.1f} tokens-per-sec; generation "
         f"{speed.generation_tokens} tokens, {speed.generation_tps:.1f} tokens-per-sec; "
@@ -184,17 +189,19 @@ def show_comparison(
     """Print the first ``show`` answers side by side, and the score.
 
     Args:
-        scored: whether the score is shown also where no answer is pirate speech.
+        show: number of answers to print.
+        max_tokens: most tokens of an answer.
+        scored: True if the score is shown even if no answer has a pirate word.
     """
     console.print(comparison_table(comparison, show, max_tokens))
-    # Answers that are learned from other data are no worse for being no pirate's.
+    # Answers that were learned from other data need no pirate words.
     if scored or comparison.before_share or comparison.after_share:
         for line in score_lines(comparison):
             console.print(line)
 
 
 def comparison_table(comparison: AnswersCompared, show: int, max_tokens: int) -> Table:
-    """Return the first ``show`` answers side by side, which end after ``max_tokens``."""
+    """Return a table of the first ``show`` answers side by side; they end after ``max_tokens``."""
     caption = f"an answer ends after {max_tokens} tokens, wherever it is"
     table = Table(show_lines=True, expand=True, caption=caption, caption_justify="left")
     table.add_column("prompt", ratio=2)
@@ -202,7 +209,7 @@ def comparison_table(comparison: AnswersCompared, show: int, max_tokens: int) ->
     table.add_column("after", ratio=4)
     rows = zip(comparison.prompts, comparison.before, comparison.after, strict=True)
     for prompt, before, after in list(rows)[:show]:
-        # As text: an answer may hold what looks like markup.
+        # Text, not str: an answer may contain brackets that look like markup.
         table.add_row(Text(prompt), Text(before), Text(after))
     return table
 
@@ -235,5 +242,5 @@ def save_comparison(comparison: AnswersCompared, path: Path) -> None:
     """Write prompts, answers and scores as JSON."""
     make_directory(path.parent)
     text = json.dumps(asdict(comparison), indent=1, ensure_ascii=False)
-    # As private as the rest of a run: what people asked is in it.
+    # Private like all files of a run, because it has people's questions.
     write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), private=True)

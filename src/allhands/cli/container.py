@@ -54,11 +54,11 @@ from allhands.runtime.gpus import nvidia_gpus
 
 RESTARTS = 3
 _STOPPED = (130, 143)
-# The part of the platform's grace time that is for copying results.
+# Least seconds for a stop, and most seconds of the platform's grace time that copying results gets.
 _LEAST_STOP_S = 5.0
 _COPYING_S = 20.0
 _NAMES = {"sagemaker": "SageMaker", "vertex": "Vertex AI", "kubernetes": "Kubernetes"}
-# Platforms that collect results, and how data is given to them.
+# Platforms that collect results, and the way to give them data.
 _CLOUDS = {"sagemaker": "a channel called train", "vertex": "--data=gs://BUCKET/FOLDER"}
 _PATHS = ("model", "data", "adapter_path", "resume", "resume_adapter_file", "config")
 
@@ -68,10 +68,10 @@ class Machine:
     """The machine that the container runs on.
 
     Attributes:
-        environ: the variables.
+        environ: the environment variables.
         root: the directory that platforms call ``/``.
         gpus: number of GPUs that MLX can compute on.
-        cuda: whether this MLX computes with CUDA.
+        cuda: True if this MLX computes with CUDA.
     """
 
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -98,16 +98,16 @@ def container(asked: Container) -> None:
 
 
 def here() -> Machine:
-    """This machine."""
+    """Return this machine."""
     if not has_cuda():
         return Machine()
     return Machine(gpus=nvidia_gpus(), cuda=True)
 
 
 def run_container(arguments: Sequence[str], machine: Machine) -> int:
-    """Train, or become the program that the arguments name; returns the exit code.
+    """Train, or become the program that the arguments name; return the exit code.
 
-    The reason of a failure is written to the platform's file for it.
+    The reason of a failure is written to the platform's failure file.
 
     Raises:
         AllhandsError: an input is wrong, or the training cannot be started.
@@ -122,7 +122,7 @@ def run_container(arguments: Sequence[str], machine: Machine) -> int:
     # SageMaker's file, if even the platform cannot be recognised.
     output = below(machine.root, "/opt/ml/output")
     failure_file = output / "failure" if output.is_dir() else None
-    # The first process of a container is not ended by a signal that it does not handle.
+    # Linux ignores signals for which the first process of a container has no handler.
     before = signal.signal(signal.SIGTERM, _end)
     try:
         launch = machine.launch()
@@ -175,7 +175,7 @@ class ContainerRun:
         launch = self.launch
         self.platform = launch.platform.name
         self.is_cloud = self.platform in _CLOUDS
-        # This process stands for one computer of several, and its ranks are still to be started.
+        # This process stands for one computer of several, and must start the computer's ranks.
         self.is_share = (
             launch.size > 1 and launch.node == launch.rank and launch.num_nodes == launch.size
         )
@@ -191,7 +191,7 @@ class ContainerRun:
             self.place += f", computer {launch.rank} of {launch.size}"
 
     def run(self, words: Sequence[str]) -> tuple[int, str | None]:
-        """Train; returns the exit code, and the reason of a failure."""
+        """Train; return the exit code, and the reason of a failure or ``None``."""
         config = self.configure(words)
         flags, launch = as_flags(config), self.launch
         say(f"{self.place}: allhands train {shlex.join(flags)}")
@@ -211,7 +211,7 @@ class ContainerRun:
             elif (code := supervise_training(config, command)) not in (0, *_STOPPED):
                 reason = reason_of(run_dir, code)
         finally:
-            # The rest is short, and the platform can end it.
+            # The rest takes a short time, and the platform can still kill this process.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if mirror is not None:
                 mirror.finish()
@@ -273,7 +273,7 @@ class ContainerRun:
                 raise ConfigError(text, code="option-set-by-platform", where=where, hint=hint)
 
     def _unbucketed(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The values with mounted files in place of Vertex AI's ``gs://``.
+        """Return the values with paths of mounted files in place of Vertex AI's ``gs://``.
 
         Raises:
             ConfigError: a bucket is named on another platform.
@@ -292,7 +292,7 @@ class ContainerRun:
         return values
 
     def _defaults(self, asked: TrainConfig) -> dict[str, Any]:
-        """Return the options that the platform's inputs mean, without the given ones."""
+        """Return the options that follow from the platform's inputs, except the given ones."""
         given, launch = asked.model_fields_set, self.launch
         values: dict[str, Any] = {"train": True, "resume": "auto"}
         if "data" not in given and (data := self._data()) is not None:
@@ -316,8 +316,8 @@ class ContainerRun:
 
     def _run_dir(self) -> Path:
         launch = self.launch
-        # Checkpoint directories of several computers are copied to one place: only the first one
-        # may use it.
+        # The platform copies the checkpoint directories of all computers to one place: only the
+        # first computer may use it.
         keeps = launch.rank == 0 and not self.bucket and launch.paths.checkpoints
         return keeps or self.scratch / "run"
 
@@ -363,10 +363,10 @@ class ContainerRun:
         return code, reason
 
     def _publish(self, config: TrainConfig, code: int) -> None:
-        """Copy the results. SageMaker keeps also the model of a job that was stopped.
+        """Copy the results; on SageMaker also the model of a job that was stopped.
 
         Raises:
-            StorageError: they cannot be written.
+            StorageError: a file cannot be written.
         """
         run_dir, paths = Path(config.adapter_path), self.launch.paths
         if paths.output is not None:

@@ -36,11 +36,11 @@ _FOREIGN = re.compile(r"sagemaker_.*|_tuning_objective_metric")
 def hyperparameters(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
     """Return the options in SageMaker's hyperparameters, by the configuration's names.
 
-    They come from ``file``, whose values are all strings, or else from its toolkit's ``SM_HPS`` or
-    ``SM_USER_ARGS``.
+    They come from ``file``, whose values are all strings, or else from the variables ``SM_HPS`` or
+    ``SM_USER_ARGS`` of SageMaker's toolkit.
 
     Raises:
-        ConfigError: they cannot be read, or an option is given twice.
+        ConfigError: the hyperparameters cannot be read, or an option is given twice.
     """
     source = str(file) if file.is_file() else "SM_HPS" if environ.get("SM_HPS") else "SM_USER_ARGS"
     try:
@@ -75,7 +75,9 @@ def hyperparameters(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
 
 
 def _pairs(words: Any) -> dict[str, str]:
-    """Return ``["--iters", "100", "--mask-prompt"]`` as names and values; a name alone is true.
+    """Return words such as ``["--iters", "100", "--mask-prompt"]`` as names and values.
+
+    A name without a value gets "true".
 
     Raises:
         ValueError: the list has another form.
@@ -99,7 +101,7 @@ def _pairs(words: Any) -> dict[str, str]:
 
 
 def plain_value(key: str, value: Any) -> Any:
-    """Return a value as the configuration takes it; ``None``: not given.
+    """Return a value for the configuration; ``None``: the option is not given.
 
     SDKs write a string as JSON: ``"\\"cosine\\""`` is cosine.
     """
@@ -117,7 +119,7 @@ def plain_value(key: str, value: Any) -> Any:
 
 
 def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the options in arguments for ``allhands train``, by the parser of that command.
+    """Return the options in ``arguments``, with the parser of ``allhands train``.
 
     Raises:
         ConfigError: an argument is not understood.
@@ -135,7 +137,7 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def merged(arguments: Mapping[str, Any], hyper: Mapping[str, Any]) -> TrainConfig:
-    """Return the given options: arguments win over hyperparameters, and both over their YAML file.
+    """Return the given options: arguments win over hyperparameters, and both over the YAML file.
 
     Raises:
         ConfigError: an option is unknown or out of bounds.
@@ -208,7 +210,11 @@ def data_of(channels: Mapping[str, Path], workspace: Path) -> tuple[Path | None,
 
 
 def _jsonl_files(path: Path, split: str) -> list[Path]:
-    """The data files of a channel, which is a directory, a file, or a pattern such as ``train-*``."""
+    """Return the data files of a channel: a directory, a file, or a pattern such as ``train-*``.
+
+    Raises:
+        DataError: the channel has no file, or a file that is no .jsonl.
+    """
     if path.is_dir():
         found = sorted(
             one for one in path.iterdir() if one.is_file() and not one.name.startswith(".")
@@ -266,7 +272,7 @@ def model_of(channels: Mapping[str, Path], workspace: Path) -> Path | None:
             with tarfile.open(archives[0]) as content:
                 content.extractall(
                     place, filter="data"
-                )  # refuses paths and links that lead out of it
+                )  # the filter refuses paths and links that lead out of ``place``
         except (OSError, tarfile.TarError) as error:
             raise ModelError(
                 f"cannot be unpacked: {error}",

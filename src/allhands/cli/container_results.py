@@ -1,4 +1,6 @@
-"""Results of a container for its platform: model, curves, logs, checkpoints, reason of a failure."""
+"""Copies of a container's results for its platform: model, curves, logs, checkpoints, reason of a
+failure.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +63,8 @@ def reason_of(run_dir: Path, code: int) -> str:
 
 
 def publish_model(run_dir: Path, target: Path) -> bool:
-    """Copy the trained adapter and the best one to ``target``, all files or none; false if there is
-    no adapter.
+    """Copy the trained adapter and the best one to ``target``, all files or none; return False if
+    there is no adapter.
 
     Raises:
         StorageError: a file cannot be copied.
@@ -85,8 +87,13 @@ def publish_records(run_dir: Path, target: Path) -> None:
 
 
 def _copy_all(source: Path, target: Path, names: Iterable[Path]) -> None:
-    """Copy those of the files that exist, in this order; after a failure ``target`` has none of
-    them.
+    """Copy the existing files among ``names``, in this order.
+
+    If a copy cannot be written, the copies before it are removed.
+
+    Raises:
+        StorageError: a file cannot be copied.
+        FileNotFoundError: a file has vanished meanwhile.
     """
     copied: list[Path] = []
     for name in names:
@@ -101,8 +108,7 @@ def _copy_all(source: Path, target: Path, names: Iterable[Path]) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a file beside its place and rename it, which buckets can do with files but not with
-    directories.
+    """Copy a file under another name and rename it; buckets can rename files, but not directories.
 
     Raises:
         FileNotFoundError: ``source`` is gone.
@@ -112,7 +118,7 @@ def _copy(source: Path, target: Path) -> None:
     draft = target.with_name(f".{target.name}.draft-{secrets.token_hex(4)}")
     try:
         shutil.copyfile(source, draft)
-        with suppress(OSError):  # not every mounted bucket can
+        with suppress(OSError):  # not every mounted bucket can sync
             sync(draft)
         if draft.stat().st_size != (size := source.stat().st_size):
             raise OSError(f"only {draft.stat().st_size} of {size} bytes were written")
@@ -133,7 +139,7 @@ def _logs_of(run_dir: Path) -> list[Path]:
 
 
 def _checkpoints_of(run_dir: Path) -> list[Path]:
-    """The whole checkpoints of a run, the last step first, and the best one."""
+    """Return a run's checkpoints that have a manifest, the last step first, and the best one."""
     return [
         path for path in (*checkpoints_in(run_dir), run_dir / BEST) if (path / MANIFEST).is_file()
     ]
@@ -143,13 +149,13 @@ class Mirror:
     """A copy of a run's checkpoints and logs in a bucket, where directories cannot be renamed.
 
     A checkpoint's manifest is copied last, and training ignores checkpoints without a manifest. So
-    after a kill the checkpoint before is used.
+    after a kill the last complete copy is used.
 
     Args:
         local: the run directory.
         remote: the copy.
-        warn: receives the first failure; training goes on.
-        logs_only: for a computer whose ranks do not write the run's checkpoints.
+        warn: called with the first failure of a series; training goes on.
+        logs_only: True for a computer whose ranks do not write the run's checkpoints.
     """
 
     def __init__(
@@ -169,7 +175,7 @@ class Mirror:
 
         Raises:
             StorageError: a file cannot be copied.
-            CheckpointError: the copy cannot be read.
+            CheckpointError: the directory of the copy cannot be read.
         """
         if self._logs_only:
             return
@@ -191,7 +197,7 @@ class Mirror:
         self._thread.start()
 
     def finish(self) -> None:
-        """Copy the rest."""
+        """Stop the thread, and copy the rest."""
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -220,7 +226,7 @@ class Mirror:
         for path in sorted(whole):
             with suppress(
                 FileNotFoundError, CheckpointError
-            ):  # pruned meanwhile: the next round has the newer one
+            ):  # it was pruned meanwhile: the next round copies a newer one
                 self._copy_checkpoint(path, self._remote / path.relative_to(self._local))
         self._copy_changed(map(Path, (RUN_NAME, *_RECORDS, *_MODEL)))
         kept = {path.name for path in whole} - {BEST}

@@ -36,7 +36,7 @@ from allhands.runtime.gpus import nvidia_gpus
 
 NUM_PROMPTS = 16
 MAX_TOKENS = 50
-# The files that are written into --out itself, with a mark of each file of ours.
+# The files that are written into --out itself, each with a mark by which our own files are known.
 _WRITTEN = {"loss.png": DRAWN_HERE, "times.md": b"| seconds per step |", ANSWERS_FILE: SCORED}
 
 
@@ -75,7 +75,7 @@ def demo(asked: Demo) -> None:
     show_speed(console, "baseline", speed)
     console.print(f"asked:    {prompts[0]}\nanswered: {before[0]}")
 
-    # Half of this machine's for each "computer", in both runs, so that two are twice the hardware.
+    # Each "computer" has half of this machine's cores in both runs, so that two have twice as many.
     cores = max(1, allowed_cores() // 2)
     histories = [
         _training(console, asked.out, model, ranks, cores, asked.iters, asked.seed)
@@ -172,9 +172,9 @@ def _training(
 
 
 def arguments(config: TrainConfig) -> list[str]:
-    """Command-line arguments that give ``config``."""
-    # Without its configuration file, which would be read again and undo a flag that had put a
-    # default back.
+    """Return the command-line arguments that give ``config``."""
+    # The configuration file is left out. If it were read again, it would undo flags that have set
+    # an option back to its default.
     given = config.model_dump(mode="json", exclude_defaults=True, exclude={"config"})
     result = ["train"]
     for name, value in given.items():
@@ -205,7 +205,7 @@ def _show_times(console: Console, out: Path, histories: list[RunHistory], cores:
 
 
 def hardware_line(cores: int) -> str:
-    """Return a line about the hardware of both runs, which explains the speed-up."""
+    """Return a line about the hardware of each process, which explains the speed-up."""
     line = f"each process had {cores} core{'s' * (cores > 1)} in both runs"
     gpus = nvidia_gpus()
     if gpus == 1 or sys.platform == "darwin":
@@ -214,7 +214,7 @@ def hardware_line(cores: int) -> str:
 
 
 def largest_gap(histories: list[RunHistory]) -> float:
-    """Largest difference between the runs' training losses at the same step."""
+    """Return the largest difference between the training losses of the two runs at one step."""
     losses = [{report.step: report.loss for report in history.train} for history in histories]
     return max(
         abs(losses[0][step] - losses[1][step]) for step in losses[0].keys() & losses[1].keys()

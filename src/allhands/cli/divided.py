@@ -1,4 +1,4 @@
-"""Verbs that generate answers on several ranks; each rank has some of the model's blocks."""
+"""Start of verbs that generate answers on several ranks, each with some of the model's blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from allhands.infer.divided import AnsweringRanks
 
 _LOOK_S = 0.1
-# For ranks to end after the terminal has gone: they may be computing a token.
+# Seconds that ranks have to end after the conversation: they may be computing a token.
 _END_S = 30.0
 
 
@@ -43,8 +43,8 @@ def run_divided(
 
     Args:
         ranks: options of a training that describe the ranks and their blocks.
-        work: work of a rank; its argument says whether this rank prints.
-        env: further variables of the ranks.
+        work: work of a rank; its second argument is True on the rank that prints.
+        env: further environment variables of the ranks.
 
     Raises:
         AllhandsError: the options do not match, or there is no such adapter.
@@ -93,13 +93,13 @@ def at_terminal(talk: Callable[[Talks], None]) -> int:
 
 
 def _code_of(ranks: subprocess.Popen[bytes]) -> int:
-    """The exit code of the ranks' supervisor, as a shell has it where a signal ended it."""
+    """Wait for the ranks' supervisor; return its exit code, which is 128 + n after signal n."""
     code = ranks.wait()
     return 128 - code if code < 0 else code
 
 
 def _accepted(server: socket.socket, ranks: subprocess.Popen[bytes]) -> Wire | None:
-    """The connection with rank 0, once the model is loaded; ``None`` if the ranks have ended."""
+    """Wait until rank 0 has loaded the model and connects; ``None`` if the ranks have ended."""
     server.settimeout(_LOOK_S)
     while ranks.poll() is None:
         with suppress(TimeoutError):
@@ -121,10 +121,12 @@ def _end(wire: Wire | None, ranks: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _noticed(ranks: subprocess.Popen[bytes], conversation: RemoteConversation) -> Generator[None]:
-    """Raise :class:`RanksEnded` as soon as their supervisor ends, also while a line is being typed."""
+    """Raise :class:`RanksEnded` in the block as soon as the supervisor ends, also while a person
+    types.
+    """
 
     def ended(number: int, frame: object) -> None:
-        # An answer's end is seen by who reads it.
+        # During an answer its reader notices the end.
         if not conversation.answering and ranks.poll() is not None:
             raise RanksEnded
 
@@ -137,8 +139,8 @@ def _noticed(ranks: subprocess.Popen[bytes], conversation: RemoteConversation) -
 
 
 def require_terminal_here(hosts: str | None, hostfile: str | None) -> None:
-    """Refuse another launcher, because it keeps the terminal, and refuse ranks on other computers
-    only.
+    """Refuse a chat under another launcher, which keeps the terminal, and a chat without a rank on
+    this computer.
 
     Raises:
         ConfigError: a chat with these ranks is impossible.

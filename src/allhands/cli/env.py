@@ -74,7 +74,7 @@ def _versions() -> dict[str, str]:
 
 
 def _device() -> dict[str, Any]:
-    """The device of MLX, or its error, because this command is for finding faults."""
+    """Return facts of MLX's device, or MLX's error: this command must work without MLX, too."""
     try:
         from allhands.runtime.accelerator import detect
 
@@ -161,7 +161,9 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _ignored(launch: LaunchPlace) -> list[str]:
-    """Variables of other launchers; long values and control characters are not shown."""
+    """Return a line for each variable of another launcher; long and unprintable values are left
+    out.
+    """
     alone = launch.launcher == "single"
     why = "this variable alone does not make a rank" if alone else f"{launch.launcher} comes first"
     values = {name: os.environ.get(name, "") for name in launch.ignored}

@@ -72,9 +72,10 @@ def run_on_ranks(
     """Work on this process, on several, or as a rank of another launcher; return the exit code.
 
     Args:
-        work: of a rank.
-        unstarted: what is said if a rank is stopped before it begins.
-        env: further variables of processes that are started.
+        flags: the given options of a test, by name.
+        work: work of a rank.
+        unstarted: message if a rank is stopped before it begins.
+        env: further environment variables of started processes.
     """
     launch = recognise_here()
     with rank_0_speaks_first(launch):
@@ -95,7 +96,7 @@ def run_on_ranks(
 def _supervise(config: EvalConfig, env: Mapping[str, str]) -> int:
     """Start the processes, here or on several computers, and wait for them; return the exit code.
 
-    Their logs stay if they have failed. ``env`` is for all of them.
+    If they fail, their logs are kept. ``env``: further environment variables of all of them.
     """
     # Not in the run's directory, because the events there belong to the training.
     scratch = Path(tempfile.mkdtemp(prefix="allhands-eval-"))
@@ -135,7 +136,7 @@ def _check_adapter_here(config: EvalConfig, launch: LaunchPlace) -> None:
     """Check that the adapter exists, before anything is started or loaded.
 
     Raises:
-        ModelError: it does not exist.
+        ModelError: there is no adapter.
     """
     if launch.launcher == "single" and (config.hostfile or config.hosts):
         return  # other computers have files of their own

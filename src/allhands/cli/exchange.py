@@ -1,4 +1,4 @@
-"""``allhands export`` and ``allhands import``: adapters for other programs, and from them."""
+"""``allhands export`` and ``allhands import``: exchange of adapters with other programs."""
 
 from __future__ import annotations
 
@@ -148,7 +148,12 @@ def import_adapter(asked: Import) -> None:
     made.config["model"] = below
 
     def fits(staged: Path) -> None:
-        """Check the draft before it gets its name; an error names the directory that was given."""
+        """Check the draft before it is published.
+
+        Raises:
+            ModelError: the adapter does not fit the model, or its files were not written correctly;
+                it names the directories that the person gave.
+        """
         try:
             put_on(loaded.model, staged)
         except ModelError as error:
@@ -185,10 +190,10 @@ def _count(adapter: Adapter) -> str:
 
 
 def _read(directory: Path, weights: str, config: str) -> Adapter:
-    """An adapter from its two files.
+    """Return an adapter from its two files.
 
     Raises:
-        ModelError: one is missing or cannot be read.
+        ModelError: a file is missing or cannot be read.
     """
     for name in (weights, config):
         if not (directory / name).is_file():
@@ -228,10 +233,12 @@ def _write(
     template: Path | None = None,
     private: bool = False,
 ) -> None:
-    """Write both files, whole or not at all, and only if ``check`` accepts their directory.
+    """Write both files of an adapter, whole or not at all.
 
-    ``template``: the file with their chat template, if there is one. ``private``: only for the
-    owner, like a run; else with the modes of every export.
+    Args:
+        check: called with the directory of the draft; an exception keeps it from being published.
+        template: the file with the chat template, if there is one.
+        private: True: only the owner can read the files, as in a run.
     """
     import mlx.core as mx
 

@@ -15,7 +15,7 @@ from allhands.model.sources import name_of, resolve
 
 
 def export_model(to: str, options: FuseOptions, out: Path) -> None:
-    """Write the model that ``options`` describe into ``out`` for ``to``: hf, gguf or ollama."""
+    """Write the model of ``options`` into ``out``, for ``to``: hf, gguf or ollama."""
     if to == "hf":
         tell(export_hf(options, out), out, adapter=options.adapter_path)
         print(f'AutoModelForCausalLM.from_pretrained("{out}")')

@@ -11,7 +11,7 @@ from allhands.data.heard import WORDS as UNHEARD
 from allhands.data.splitting import ENOUGH_VALIDATION, LARGE_PART, MANY_EPOCHS
 from allhands.io.formatting import counted
 
-# The message of each finding, and what to do about it; errors have their own.
+# The message of each kind of finding, and its remedy. Findings of errors have their own words.
 WORDS: dict[str, tuple[str, str]] = {
     "answers-lost": (
         "nothing of the answer is left within {limit}",
@@ -149,7 +149,7 @@ WORDS: dict[str, tuple[str, str]] = {
         "look at the file, and at the rows that are bad",
     ),
 }
-# Details that are counted things.
+# Details that are numbers, and their nouns.
 _NOUNS = {
     "limit": "token",
     "longest": "token",
@@ -162,14 +162,14 @@ _NOUNS = {
 def size_findings(
     config: TrainConfig, reports: Mapping[str, SplitReport], positions: int | None
 ) -> list[DataFinding]:
-    """Yield findings about the sizes of the splits, of the training and of the model together."""
+    """Return findings about sizes: of the splits, of the training, and of the model."""
     found: list[DataFinding] = []
     train, valid = reports.get("train"), reports.get("valid")
     held = valid.examples if valid is not None else 0
     if 0 < held < ENOUGH_VALIDATION:
         details = {"examples": held, "enough": ENOUGH_VALIDATION}
         found.append(DataFinding("few-validation", "harms", "valid", details=details))
-    # The last token of a row is a target alone.
+    # The last token of a row is only a target, so it takes no position.
     rows = [
         min(report.lengths.max, config.max_seq_length) - 1
         for report in reports.values()
@@ -193,8 +193,8 @@ def size_findings(
 
 
 def words_of(finding: DataFinding) -> tuple[str, str]:
-    """Return the finding as a sentence that begins with its count, and the remedy; empty if none is
-    known.
+    """Return the finding as a sentence, which begins with its count, and the remedy; the remedy is
+    empty if none is known.
     """
     if "message" in finding.details:
         message = f"{counted(finding.count, 'row')}: {finding.details['message']}"

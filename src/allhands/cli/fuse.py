@@ -25,7 +25,7 @@ def fuse(asked: Fuse) -> None:
             hint=f"allhands upload {asked.save_path} --to {asked.upload_repo}, after you have checked it",
         )
 
-    tell_harm(asked.adapter_path)  # before it may be refused for what the training did
+    tell_harm(asked.adapter_path)  # before fusing, which may refuse such an adapter
     options = FuseOptions(
         asked.model,
         asked.adapter_path,
@@ -35,7 +35,7 @@ def fuse(asked: Fuse) -> None:
         asked.trust_remote_code,
     )
     if asked.export_gguf:
-        # Before any work.
+        # All checks come before any work.
         below = described(options)[1]
         writer = gguf_writer(asked.gguf_path or GGUF_NAME, name_of(below))
         check_convertible(resolve(below), dense=asked.dequantize)
@@ -50,8 +50,9 @@ def fuse(asked: Fuse) -> None:
 
 
 def tell(done: Fused, out: Path, when: str = "", adapter: Path | None = None) -> None:
-    """Print the written model, its ``adapter``, and the difference of both; ``when``: a note on the
-    check.
+    """Print the path of the written model, its ``adapter``, and the result of the check.
+
+    ``when``: words that say when the model was checked.
     """
     what = (
         "all weights"
@@ -75,5 +76,5 @@ def tell(done: Fused, out: Path, when: str = "", adapter: Path | None = None) ->
 
 
 def tell_gguf(name: str) -> None:
-    """Print the check of :func:`allhands.export.gguf.write_gguf`."""
+    """Print that :func:`allhands.export.gguf.write_gguf` has checked the file ``name``."""
     print(f"checked: every weight of {name} is that of the model, within rounding")

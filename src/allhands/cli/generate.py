@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from allhands.infer.divided import AnsweringRanks
     from allhands.model.load import LoadedModel
 
-# Generates with a model, and prints if the flag says so; the ranks hold the model together.
+# Generates with a model; prints if the flag is true; the last argument is the ranks that hold the
+# model together, or ``None``.
 Work = Callable[["LoadedModel", bool, "AnsweringRanks | None"], None]
 
 
@@ -53,10 +54,11 @@ def generate(asked: Generate) -> None:
 
 
 def _prompt(asked: Generate, *, on_ranks: bool) -> str:
-    """Return the text to ask.
+    """Return the prompt.
 
     Raises:
-        ConfigError: it is empty, or its options exclude each other.
+        ConfigError: the prompt is empty, its options exclude each other, or several ranks would
+            read standard input.
     """
     if asked.ignore_chat_template:
         system = None if asked.system == "template" else asked.system
@@ -83,11 +85,12 @@ def with_model(
     work: Work,
     env: Mapping[str, str] | None = None,
 ) -> None:
-    """Load the model, on this process or with its blocks on ``ranks``; print its notes, and let it
-    work.
+    """Load the model, print its notes, and call ``work``.
 
     Args:
-        env: further variables of the ranks.
+        ranks: options of the ranks that divide the model's blocks; ``None``: this process has the
+            whole model.
+        env: further environment variables of the ranks.
 
     Raises:
         AllhandsError: the model cannot be loaded, or options do not match.

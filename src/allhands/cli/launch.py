@@ -1,6 +1,4 @@
-"""``allhands launch``: your own program, started on every rank, watched, and restarted after
-faults.
-"""
+"""``allhands launch``: start your own program on every rank, and restart it after faults."""
 
 from __future__ import annotations
 
@@ -73,8 +71,8 @@ def _job(options: Launch) -> TrainingJob:
 
 
 def _tell_found(job: TrainingJob) -> None:
-    """Name checkpoints in the default directory, because a finished program would seem to do
-    nothing.
+    """Print a note if the default directory has a checkpoint: a program that was finished before
+    would go on from it, and seem to do nothing.
     """
     step = step_in(job.checkpoints) if job.checkpoints else None
     if step is not None:
@@ -119,8 +117,8 @@ def resolved(command: Sequence[str], *, anywhere: bool = False) -> list[str]:
     ``PATH``.
 
     Args:
-        anywhere: it also runs on other computers, which have other files, so nothing is checked
-            here.
+        anywhere: True if the command also runs on other computers. Their files may differ, so
+            nothing is checked here.
 
     Raises:
         ConfigError: there is no command, no such program, or no such script.
@@ -143,13 +141,13 @@ def resolved(command: Sequence[str], *, anywhere: bool = False) -> list[str]:
 
 
 def _is_this_python(found: str | None) -> bool:
-    # Not resolved: the Python of a virtual environment is a link to the one that it was made with.
+    # Links are not resolved: the Python of a virtual environment is a link to another Python.
     return found is None or Path(found).parent.absolute() == Path(sys.executable).parent
 
 
 def _tell_python(command: Sequence[str]) -> None:
-    """Note that ``python`` is another Python than this one, if it lacks packages that the program
-    is likely to need.
+    """Print a note if ``python`` is another Python than this one, and lacks packages that the
+    program probably needs.
     """
     found = shutil.which(command[0]) if command[0] in _PYTHONS else None
     if found is None or _is_this_python(found) or not (lacking := _lacking(found)):
@@ -161,9 +159,7 @@ def _tell_python(command: Sequence[str]) -> None:
 
 
 def _lacking(python: str) -> list[str]:
-    """Return those of MLX and allhands that the interpreter does not find; none if it gives no
-    answer.
-    """
+    """Return which of MLX and allhands the interpreter lacks; none if it does not answer."""
     look = "import importlib.util as u; print(*(n for n in ('mlx', 'allhands') if u.find_spec(n) is None))"
     try:
         done = subprocess.run(
@@ -197,7 +193,11 @@ def _check_program(program: str, said: str) -> None:
 
 
 def _check_script(arguments: Sequence[str]) -> None:
-    """Python's own message would come from every rank."""
+    """Refuse a script that does not exist; otherwise every rank would print Python's message.
+
+    Raises:
+        ConfigError: there is no such script.
+    """
     if arguments and not arguments[0].startswith("-") and not Path(arguments[0]).exists():
         raise ConfigError(
             "there is no such script",

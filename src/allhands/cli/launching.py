@@ -1,6 +1,4 @@
-"""Parts shared by ``allhands train`` and ``allhands launch``: from options to supervised ranks,
-with messages.
-"""
+"""Supervised jobs of ``allhands train`` and ``allhands launch``: from options to running ranks."""
 
 from __future__ import annotations
 
@@ -34,43 +32,48 @@ from allhands.observe.journal import EVENTS_FILE, Journal
 from allhands.runtime.blas import allowed_cores
 from allhands.runtime.gpus import nvidia_gpus
 
-RANKS_A_CORE = 8  # at most: to try many ranks out on a small computer
+RANKS_A_CORE = 8  # most ranks for each core, for trying many ranks on a small computer
 
 Backend = Literal["ring", "mpi", "nccl", "jaccl"]
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """Job that a person wants to start and keep running.
+    """A job that a person wants to start and keep running.
 
     Attributes:
-        directory: gets ``events.jsonl``; claimed, as ``checkpoints`` is, for the time of the job.
-        num_ranks: with a hostfile the most ranks, ``None``: all its slots; without one ``None`` is
-            one.
-        min_ranks: go on with no fewer; ``None``: all.
-        checkpoints: a run directory with the job's checkpoints, if it has any, the same on all
-            computers.
-        resume: the run directory or checkpoint from which the job goes on until it has one of its
-            own.
-        earlier: whether there are traces here of an earlier run in the directory, on which this one
-            is to go on.
-        new_journal: whether ``events.jsonl`` of an earlier run is set aside, not added to.
-        there: how other computers are told of ``directory`` and ``resume``, where that is not as
-            here.
-        memory_hint: what to do if a rank is killed for want of memory, as in "if memory was short,
-            ...".
-        resumes: whether it goes on with ``--resume`` and says itself how a stop ended, as
-            ``allhands train`` does; a program of one's own goes on from what it finds.
-        expected_s: how long it may take, roughly; ``None``: not known.
-        explain: tells why this back-end was chosen, line by line.
-        tag_output: whether the output of all ranks is shown, each line with its rank; ``None``: if
-            there are several on several computers, or anywhere with ``tag_here``.
-        keep_logs: whether other computers keep ``log_dir`` even if all goes well there.
-        codes: whether the code of an error is told with its message.
-        compared: whether its ranks compare what they have loaded before they start, so that
-            newcomers can be looked at.
-        sync: the command that brings what the job needs to a computer that lacks it, if there is
-            one.
+        directory: directory for ``events.jsonl``. The job claims it, and ``checkpoints`` too.
+        log_dir: directory for the logs of the ranks.
+        num_ranks: number of ranks; ``None``: one. With a hostfile the highest number; ``None``: all
+            of its slots.
+        min_ranks: least number of ranks with which the job goes on; ``None``: all.
+        start_deadline_s: seconds until every rank must have started.
+        stop_grace_s: seconds that ranks have to save and end after a stop.
+        finish_grace_s: seconds that ranks have to end after the first rank has ended.
+        weights: speeds of the ranks, if they were given.
+        checkpoints: run directory with the job's checkpoints, the same on all computers; ``None``:
+            the job has none.
+        resume: run directory or checkpoint from which the job goes on until it has a checkpoint of
+            its own.
+        earlier: True if there are traces here of an earlier run in the directory, and this job is
+            to go on from it.
+        env: further environment variables of the ranks.
+        there: the forms of ``directory`` and ``resume`` for other computers, if they differ.
+        new_journal: True if ``events.jsonl`` of an earlier run is set aside; False: it is added to.
+        memory_hint: remedy if a rank is killed because memory was short.
+        resumes: True if the job goes on with ``--resume``, and rank 0 itself reports the end after
+            a stop, as in ``allhands train``. A person's program goes on from what it finds.
+        tag_output: True if the output of all ranks is shown, each line with its rank; ``None``: if
+            there are several ranks, and ``tag_here`` is true or a rank is on another computer.
+        tag_here: see ``tag_output``.
+        keep_logs: True if other computers keep ``log_dir`` even if all goes well there.
+        sync: command that copies the job's files to a computer without them; ``None``: there is
+            none.
+        compared: True if the ranks compare what they have loaded before they start; then newcomers
+            can be tried out.
+        codes: True if an error is shown with its code.
+        expected_s: rough duration of the job in seconds; ``None``: not known.
+        explain: called with lines that explain the chosen back-end.
     """
 
     directory: Path
@@ -105,7 +108,7 @@ class TrainingJob:
 
     @property
     def size(self) -> int:
-        """The ranks of the first start, if everybody takes part."""
+        """Number of ranks of the first start, if all computers take part."""
         if self.hostfile is None:
             return self.num_ranks or 1
         slots = sum(host.slots for host in read_hostfile(self.hostfile))
@@ -119,7 +122,7 @@ class TrainingJob:
         return self.size > 1 and (self.tag_here or self._leaves_here)
 
     def told(self, path: Path) -> str:
-        """``path`` as other computers are told of it."""
+        """Return the form of ``path`` for other computers."""
         return self.there.get(path, str(path))
 
     @property
@@ -130,10 +133,10 @@ class TrainingJob:
 
 
 def check(job: TrainingJob) -> None:
-    """Find in the launcher, once, what every rank would find: cheaper and clearer than N messages.
+    """Check a job before it is started, because otherwise every rank would print the same error.
 
     Raises:
-        ConfigError: an option cannot work, on its own or with the others.
+        ConfigError: an option cannot work, alone or with others.
         DistributedError: there is no usable Open MPI.
     """
     size = job.size
@@ -153,11 +156,10 @@ def check(job: TrainingJob) -> None:
 
 
 def require_cores(num_ranks: int) -> None:
-    """Refuse more processes than this computer can start in reasonable time: each takes memory, and
-    its turn.
+    """Refuse more processes than this computer can run in reasonable time.
 
     Raises:
-        ConfigError: there are more than :data:`RANKS_A_CORE` for each core.
+        ConfigError: there are more than :data:`RANKS_A_CORE` processes for each core.
     """
     cores = allowed_cores()
     if num_ranks > RANKS_A_CORE * cores:
@@ -211,12 +213,12 @@ def _check_backend(job: TrainingJob, size: int) -> None:
 
 
 def run(job: TrainingJob, command: Sequence[str]) -> int:
-    """Start the ranks of ``command``, keep them going, and return the exit code to use.
+    """Start ``command`` on all ranks, supervise them, and return the exit code to use.
 
     Raises:
         ConfigError: see :func:`check`.
         DistributedError: the ranks could not be started.
-        StorageError: the directory cannot be had.
+        StorageError: the directory cannot be made, or another run has claimed it.
     """
     check(job)
     _tell_slots(job)
@@ -263,9 +265,7 @@ def run(job: TrainingJob, command: Sequence[str]) -> int:
 
 
 def _tell_slots(job: TrainingJob) -> None:
-    """Tell that there are fewer slots than requested ranks, which may be intended: computers can be
-    added.
-    """
+    """Print a note if there are fewer slots than requested ranks; computers can be added later."""
     if job.hostfile is None or job.num_ranks is None or (slots := job.size) >= job.num_ranks:
         return
     count = f"{slots} slot{'s' * (slots != 1)}: {slots} rank{'s' * (slots != 1)} now"
@@ -273,9 +273,7 @@ def _tell_slots(job: TrainingJob) -> None:
 
 
 def _tell_cores(job: TrainingJob) -> None:
-    """Tell that processes on CPU cores must take turns; this may be intended, to try the effect of
-    many.
-    """
+    """Print a note if processes must take turns on CPU cores; a person may want to try many."""
     cores = allowed_cores()
     if job.hostfile is None and job.size > cores and not nvidia_gpus():
         turns = f"{job.size} processes on {cores} core{'s' * (cores > 1)} take turns"
@@ -283,7 +281,11 @@ def _tell_cores(job: TrainingJob) -> None:
 
 
 def _journal(job: TrainingJob) -> Journal:
-    """The record of what the supervisor sees; a new run sets an earlier one's aside."""
+    """Return the journal for the supervisor's events; a new run sets that of an earlier run aside.
+
+    Raises:
+        StorageError: it cannot be renamed or written.
+    """
     path = job.directory / EVENTS_FILE
     try:
         if job.new_journal:
@@ -315,7 +317,9 @@ def _spec(job: TrainingJob, command: Sequence[str]) -> LaunchSpec:
 
 
 def _hosts_told(job: TrainingJob) -> dict[str, str]:
-    """Return the names of the computers as the person gave them, and which of them is this one."""
+    """Return environment variables with the person's option for the computers, and with the name of
+    this computer.
+    """
     if job.hostfile is None:
         return {}
     here = next((host.name for host in read_hostfile(job.hostfile) if host.ssh is None), "")
@@ -325,7 +329,7 @@ def _hosts_told(job: TrainingJob) -> dict[str, str]:
 
 
 def _log_dir_there(job: TrainingJob) -> str | None:
-    """The directory of the logs, where the run's directory is another one on each computer."""
+    """Return the log directory on other computers; ``None``: the path is the same there."""
     below = job.directory in job.there and job.log_dir.is_relative_to(job.directory)
     if below:
         return str(Path(job.told(job.directory)) / job.log_dir.relative_to(job.directory))
@@ -344,25 +348,24 @@ def _choose_backend(job: TrainingJob) -> Backend:
     choice = choose(facts, training_s=job.expected_s, cores_per_rank=job.cores_per_rank)
     before = _backend_before(job)
     if any(one.possible and one.backend == before != choice.backend for one in choice.candidates):
-        # Sums of three ranks or more would be taken in another order, and the last bits would
-        # differ.
+        # Another back-end would sum three ranks or more in another order, and change the last bits.
         choice = replace(choice, backend=cast(Backend, before), reason="the resumed run used it")
     job.explain(explain(choice))
     return choice.backend
 
 
 def _backend_before(job: TrainingJob) -> str | None:
-    """The back-end of the run that is gone on from, if that is known here."""
+    """Return the back-end of the resumed run, if it is known here."""
     if job.resume is None:
         return None
     try:
         return find(str(job.resume), job.resume, verify=False).state.get("backend")
     except CheckpointError:
-        return None  # the ranks will say what is wrong with it
+        return None  # the ranks will report what is wrong with the checkpoint
 
 
 def _resizer(job: TrainingJob) -> Callable[[LaunchSpec], LaunchSpec]:
-    """Before each start: this computer's cores divided among the ranks that it has then."""
+    """Return a function that divides this computer's cores among its ranks before each start."""
 
     def resize(spec: LaunchSpec) -> LaunchSpec:
         if job.cores_per_rank or spec.places:
@@ -396,8 +399,8 @@ def _newest_step(job: TrainingJob, run_id: str) -> int | None:
 
 
 def step_in(place: Path, run_id: str | None = None) -> int | None:
-    """Return the newest step in a run directory, or of a checkpoint; for messages: the ranks will
-    say what is wrong there.
+    """Return the newest step in a run directory, or the step of a checkpoint; ``None`` if there is
+    none, or if it cannot be read, which the ranks will report.
     """
     try:
         return quick_step(place, run_id)
@@ -406,15 +409,16 @@ def step_in(place: Path, run_id: str | None = None) -> int | None:
 
 
 def way_on(job: TrainingJob, run_id: str | None) -> str | None:
-    """Tell how to go on with a job that has ended too early; ``None``: there is nothing to go on
-    from.
+    """Return words on how to go on with a job that has ended too early; ``None``: there is no
+    checkpoint.
 
     Args:
-        run_id: of this run; ``None``: not known, and any checkpoint of the directory counts.
+        run_id: identifier of this run; ``None``: not known, so any checkpoint in the directory
+            counts.
     """
     if job.checkpoints is None:
         return None
-    # A program of one's own takes what it finds, whoever wrote it.
+    # A person's program takes any checkpoint that it finds.
     own = step_in(job.checkpoints, run_id if job.resumes else None)
     if own is None and job.resume is not None and (earlier := step_in(job.resume)) is not None:
         return f"to go on from step {earlier}: the same command"

@@ -18,8 +18,8 @@ from allhands.io.terminal import tell
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _INTERRUPTED = 130
 _NOTHING = "nothing was written"
-# State after Ctrl-C for commands that print no message of their own: files are written whole, at
-# the end.
+# Words on the state after Ctrl-C, for commands that print no message of their own. Files are
+# written whole at the end.
 _LEFT = {
     **dict.fromkeys(
         ("fuse", "export", "import", "model get", "tokenizer train", "data prepare"), _NOTHING
@@ -35,7 +35,9 @@ _TRAINING = {"train", "pretrain", "plan"}  # verbs with the options of a trainin
 
 
 def make_app(*called: str) -> App:
-    """Return the parser with every verb; given the called verb, it imports nothing for other verbs."""
+    """Return the parser with every verb; ``called``: first words of the command line, so that
+    modules of other verbs are not imported.
+    """
     app = App(
         name="allhands",
         help="Fine-tune language models on MLX, on one computer or on every computer you own.",
@@ -55,8 +57,9 @@ def make_app(*called: str) -> App:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit with a documented code; only a defect of allhands shows a
-    traceback.
+    """Run the command line and exit with a documented code.
+
+    Only a defect of allhands shows a traceback.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments == ["--version"]:
@@ -69,8 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
         _tell_interrupted(arguments)
         code = _INTERRUPTED
     except (BrokenPipeError, SystemExit) as error:
-        # The reader of our output has gone (a pager, head), so there is nobody to print for. rich
-        # and the parser turn that into their own exit.
+        # The reader of our output has gone (a pager, head), so nothing needs to be printed. rich
+        # and the parser turn the BrokenPipeError into a SystemExit of their own.
         if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
             raise
         _silence_output()
@@ -86,12 +89,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _call(arguments: list[str]) -> int:
-    """Call the verb; its exit code."""
+    """Call the verb, and return its exit code."""
     check_variables(os.environ)
     called = [canonical_flag(word) for word in arguments[:2]] or [""]
     result: Any = make_app(*called)(args=arguments, prog_name="allhands", standalone_mode=False)
     code = result if isinstance(result, int) else 0
-    sys.stdout.flush()  # before the work, where its error can still be printed
+    sys.stdout.flush()  # here its error can still be reported
     if code == _INTERRUPTED and not {"train", "pretrain", "launch"}.intersection(arguments[:1]):
         # The parser passes Ctrl-C on as this code; training has said more about it already.
         _tell_interrupted(arguments)
@@ -103,7 +106,7 @@ def _tell_interrupted(arguments: list[str]) -> None:
     from allhands.infer.dialogue import VARIABLE
 
     if VARIABLE in os.environ:
-        return  # the process that has the terminal says it
+        return  # the process with the terminal prints this
     verbs = (" ".join(arguments[:count]) for count in (1, 2))
     left = next((_LEFT[verb] for verb in verbs if verb in _LEFT), None)
     tell(f"allhands: interrupted{': ' + left if left else ''}")
@@ -127,8 +130,8 @@ def _exit_of(error: BaseException, *, with_code: bool) -> int | None:
     if type(error).__name__ in ("Exit", "Abort"):
         return int(getattr(error, "exit_code", 1))
     if isinstance(error, OSError) and error.errno in _NO_ROOM and error.filename is None:
-        # Files of ours are written by functions that say which one it is: what is left is the
-        # output itself.
+        # Our functions that write files name the file in their errors. So this error is about
+        # standard output.
         from allhands.io.files import storage_error_of
 
         _silence_output()
@@ -139,7 +142,7 @@ def _exit_of(error: BaseException, *, with_code: bool) -> int | None:
 
 
 def _all_commands() -> list[str]:
-    """Every command, with its group."""
+    """Return the names of all commands, each with its group."""
     import typer.main
 
     found: list[str] = []
@@ -159,7 +162,7 @@ def print_error(error: AllhandsError, *, with_code: bool = False) -> None:
 
 
 def _is_verbose(arguments: list[str]) -> bool:
-    """Return whether ``-v`` is among the words of a command; the words may be wrong."""
+    """Return whether the words of a command ask for verbose output; the words may be invalid."""
     words = arguments[: arguments.index("--")] if "--" in arguments else arguments
     flags = {word.replace("_", "-") for word in words}
     pairs = pairwise(words)

@@ -16,7 +16,7 @@ from allhands.model.load import Conversion, get_model
 from allhands.run.gradient_check import GradientVerdict
 from allhands.run.gradient_check_alone import check_gradient
 
-# Tokens of the long row, if there are no data.
+# Number of tokens of the long row, if no data are given.
 DEFAULT_LONGEST = 1024
 
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _NONE = "-"
 _WIDE = 200
-_PATIENCE_S = 20.0  # for computers to answer
+_PATIENCE_S = 20.0  # seconds that computers have to answer
 _LOOK_S = 0.1
 # Columns that a narrow terminal leaves out, in this order.
 _DISPENSABLE = (
@@ -96,7 +96,11 @@ def _hosts(options: Monitor) -> Sequence[Host]:
 
 
 def _first(options: Monitor, new: Read, remote: RemoteSamples) -> list[Sample]:
-    """Return the first samples, once every computer has answered or had time to."""
+    """Return the first samples, after every computer has answered or the time for it is over.
+
+    Raises:
+        DataError: there are no samples, or there is no run.
+    """
     if not options.hosts and not options.hostfile:
         require_run(options.run)
     samples = new()
@@ -140,7 +144,7 @@ def _live(options: Monitor, board: Board, new: Read) -> None:
 
 
 def _console() -> Console:
-    """Return a console; without a terminal the width has no limit."""
+    """Return a console for standard output; if nobody reads it live, it has 200 columns."""
     if is_screen(sys.stdout):
         return progress_console(sys.stdout, highlight=False)
     return console_for(width=None if is_read_live(sys.stdout) else _WIDE)
@@ -154,7 +158,7 @@ def _view_now(run: Path, board: Board, width: int) -> Group:
 
 
 def _verdict(run: Path, history: RunHistory | None, board: Board, now: float) -> Verdict | None:
-    """The state of the run as in reports; ``None`` without metrics and events."""
+    """Return the state of the run as in reports; ``None`` if there are no metrics or events."""
     from allhands.report.verdict import verdict_of
 
     journal = read_events(run)
@@ -163,7 +167,7 @@ def _verdict(run: Path, history: RunHistory | None, board: Board, now: float) ->
     return verdict_of(run, history or RunHistory(run.name), journal, board, now)
 
 
-# --- what is shown --------------------------------------------------------------------------------
+# --- the view -------------------------------------------------------------------------------------
 
 
 def view(
@@ -174,7 +178,7 @@ def view(
     width: int = 200,
     verdict: Verdict | None = None,
 ) -> Group:
-    """Return a heading, a row for each process, and the sums."""
+    """Return a heading, a table with a row for each process, and the sums."""
     heading, together = _heading(board, now, gone, history, verdict), _together(board, now, gone)
     return Group(
         Text(broken(heading, width)),
@@ -196,7 +200,8 @@ def _heading(
     if verdict is not None and verdict.status != "going on":
         state = f"{verdict.status}, last seen {age} ago"
     elif board.over(now, gone):
-        # A process that ends normally says so; the process that started the others comes first.
+        # A process that ends normally writes so in its last sample. The process that started the
+        # others is in the first row.
         state = (
             f"ended {age} ago"
             if rows[0].last.ended

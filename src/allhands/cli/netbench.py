@@ -1,4 +1,4 @@
-"""``allhands cluster bench``: how fast the computers exchange gradients, as a table or as JSON."""
+"""``allhands cluster bench``: measure how fast the computers exchange gradients."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def chosen_hosts(
     """Return the computers that the options name; without any, this one with two ranks.
 
     Raises:
-        ConfigError: options contradict each other, name no computer, or ask it for too many
-            processes.
+        ConfigError: options contradict each other, name no computer, or ask for too many processes
+            on this computer.
     """
     named = hosts_named(hosts, hostfile)
     if named and num_ranks:
@@ -178,7 +178,7 @@ def size_text(num_bytes: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """``13 us``, ``0.51 ms``, ``1.2 s``: two digits at least."""
+    """``13 us``, ``0.51 ms``, ``1.2 s``: with at least two digits."""
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= unit * 0.0995:
             return f"{_digits(seconds / unit)} {name}"

@@ -19,7 +19,7 @@ _PLAIN = ("retrying", "cancelling", "waiting", "restarting", "left out", "regrou
 _OF_FILES = ("DataError:", "ModelError:")
 _OF_KILLED = 3  # number of last lines of a killed rank, which cannot report the reason itself
 _INPUT = tuple(error.exit_code for error in (ConfigError, DataError, ModelError))
-# Lines in the log of every healthy rank, see metrics.console.
+# A line of a traceback, and lines that every healthy rank writes into its log.
 _FRAME = re.compile(r'  File ".*", line \d+ in .*')
 _OWN_LINES = re.compile(
     r"step \d+(/\d+)?  (loss|validation loss|saved) .*|(finished|interrupted|stopped early) at step \d+  .*"
@@ -38,14 +38,16 @@ class Notices:
     """Messages about the supervisor's events; the supervisor calls ``show`` with each event.
 
     Attributes:
-        memory_hint: what to do if memory was short.
-        way_on: returns how to go on after a fault or a stop; ``None``: there is no checkpoint.
+        memory_hint: remedy if memory was short.
+        way_on: returns words on how to go on after a fault or a stop; ``None``: there is no
+            checkpoint.
         stop_grace_s: seconds that ranks have to save and end.
-        ranks_tell: whether rank 0 itself reports the end of a stopped run.
-        tagged: whether the lines of all ranks are on the screen.
-        places: whether to print the computers of the ranks, and their addresses.
-        sync: the command that copies model and data to a computer without them.
-        codes: whether the code of an error comes before its message.
+        ranks_tell: True if rank 0 itself reports the end of a stopped run.
+        tagged: True if the lines of all ranks are on the screen.
+        places: True: print the computers of the ranks, and their addresses.
+        sync: command that copies model and data to a computer without them; ``None``: there is
+            none.
+        codes: True if the code of an error comes before its message.
     """
 
     memory_hint: str

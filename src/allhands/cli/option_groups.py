@@ -133,5 +133,5 @@ OTHERS = "Options"
 
 
 def group_of(name: str) -> str:
-    """Return the heading above the option of a field; :data:`OTHERS` for those of no group."""
+    """Return the heading above the option of a field; :data:`OTHERS` if it is in no group."""
     return next((group for group, names in GROUPS.items() if name in names), OTHERS)

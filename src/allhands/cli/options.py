@@ -1,4 +1,4 @@
-"""Command-line options made from the configuration's fields, so that there is one source of both."""
+"""Command-line options that are made from the configuration's fields."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from allhands.cli.option_groups import group_of
 from allhands.cli.parser import twice
 from allhands.config.schema import TrainConfig
 
-# Numbers that may have a unit, which the configuration parses.
+# Options with numbers that may have a unit; the configuration parses them.
 AS_TEXT = frozenset({"clear_cache_threshold"})
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
-# Usual flags besides the generated ones.
+# Short flags besides the generated ones.
 SHORT = {"config": ["-c"], "num_ranks": ["-n"]}
 
 
@@ -26,7 +26,12 @@ def option_function(
 ) -> Callable[..., None]:
     """Return a function for typer whose parameters are the fields of ``kind``.
 
-    ``run`` receives ``flags``, a dictionary of the options that were given.
+    Args:
+        run: called with a dictionary of the given options.
+        doc: docstring of the function, which is the verb's help.
+
+    Raises:
+        ConfigError: (the function) both ``--verbose`` and ``--log-level`` are given.
     """
 
     def command(**given: Any) -> None:
@@ -88,14 +93,18 @@ def _annotation(name: str, kind_of: type[TrainConfig]) -> Any:
 
 
 def _metavar(annotation: Any, kind: Any) -> str | None:
-    """The words for the value in the help: the choices, if it is one of a few."""
+    """Return the word for the value in the help: the choices, if there are only some; ``None`` for
+    switches.
+    """
     if typing.get_origin(annotation) is Literal:
         return "|".join(typing.get_args(annotation))
     return None if kind is bool else {int: "INTEGER", float: "NUMBER"}.get(kind, "TEXT")
 
 
 def _flag_type(annotation: Any) -> Any:
-    """int, float, bool and choices as they are; everything structured travels as a JSON string."""
+    """Return the type for the parser: int, float or bool; str for all other types, which the
+    configuration parses.
+    """
     origin = typing.get_origin(annotation)
     if origin in (types.UnionType, typing.Union):
         inner = [part for part in typing.get_args(annotation) if part is not type(None)]

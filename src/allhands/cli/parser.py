@@ -1,5 +1,6 @@
-"""The command-line parser of all verbs: an option is given once, and ``~`` is the home directory in
-every path.
+"""The command-line parser of all verbs.
+
+It refuses options that are given twice, and puts the home directory in place of ``~`` in paths.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typer.core import TyperCommand, TyperGroup
 from allhands.errors import ConfigError
 from allhands.io.paths import local_path, require_words
 
-# Options and arguments that are texts and paths, or names that may be paths: of models, of data
-# sets.
+# Options and arguments of type str that are paths, or names that may be paths, such as models and
+# data sets.
 TEXT_PATHS = frozenset(
     {
         "model",
@@ -71,7 +72,7 @@ class Command(TyperCommand):
         words = list(args)
         with _in_our_words(words, ctx):
             typed, left, order = self.make_parser(ctx).parse_args(args=list(words))
-            if not any(option.is_eager for option in order):  # else it is --help: nothing is done
+            if not any(option.is_eager for option in order):  # --help does nothing else
                 self._refuse_twice(ctx, words, order)
                 if left and not ctx.allow_extra_args:
                     from allhands.cli.usage import unexpected_words
@@ -97,8 +98,13 @@ class Command(TyperCommand):
                 raise twice(_spelled(option, words, ctx.token_normalize_func), _flag_of(option))
 
     def _at_home(self, option: Any, typed: Any, value: Any) -> Any:
-        """Return ``value`` with the home directory in place of ``~``. ``typed`` has its text,
-        because a ``Path`` does not distinguish ``~`` and ``./~``.
+        """Return ``value`` with the home directory in place of ``~``.
+
+        Args:
+            typed: the text of the value, because a ``Path`` does not distinguish ``~`` and ``./~``.
+
+        Raises:
+            ConfigError: the text is not UTF-8, or it is no valid path.
         """
         if isinstance(value, list | tuple):
             pairs: Any = zip(typed, value, strict=True)
@@ -112,16 +118,16 @@ class Command(TyperCommand):
 
 
 class HostsCommand(Command):
-    """A verb about other computers, where ``~`` in a path is another directory."""
+    """A verb about other computers, on which ``~`` is another directory; it stays in paths."""
 
     text_paths: ClassVar[frozenset[str]] = frozenset({"hostfile"})
 
 
 class UnknownCommand(ConfigError):
-    """A word that is no command.
+    """The error of a word that is no command.
 
     Attributes:
-        group: the words before it.
+        group: the words before the unknown one; empty for a verb without a group.
         siblings: the commands of this group.
     """
 
@@ -134,22 +140,22 @@ class UnknownCommand(ConfigError):
 
 
 class VerbGroup(TyperGroup):
-    """A group of verbs; for an unknown verb the error says what to do."""
+    """A group of verbs; an unknown verb raises :class:`UnknownCommand`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words before the verb.
 
         Raises:
-            ConfigError: there is an option among them.
+            ConfigError: there is an unknown option among these words.
         """
         with _in_our_words(list(args), ctx):
             return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Return the verb that ``args`` begin with.
+        """Return the name of the verb with which ``args`` begin, the verb, and the other words.
 
         Raises:
-            UnknownCommand: there is none of that name.
+            UnknownCommand: there is no such verb.
         """
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             raise UnknownCommand(args[0], ctx.command_path.partition(" ")[2], list(self.commands))
@@ -171,12 +177,12 @@ class App(typer.Typer):
 
 @contextmanager
 def _in_our_words(words: Sequence[str], context: Any) -> Generator[None]:
-    """Raise the parser's complaints about words as errors of ours."""
+    """Raise the parser's errors about ``words`` as :class:`ConfigError`."""
     try:
         yield
     except Exception as error:
         if not any(hasattr(error, name) for name in ("param_hint", "option_name")):
-            raise  # the help, or an error of ours
+            raise  # the end after --help, or our own error
         from allhands.cli.usage import usage_error
 
         raise usage_error(error, words, context) from None
@@ -195,10 +201,14 @@ def _require_words(value: str, where: str) -> None:
 
 
 def refuse_idle(given: Mapping[str, object], why: str, hint: str) -> None:
-    """Refuse those of ``given``, options by their flags, that have a value without an effect.
+    """Refuse options that have a value but no effect.
+
+    Args:
+        given: values by flag; ``None``: not given.
+        why: reason why they have no effect.
 
     Raises:
-        ConfigError: one has.
+        ConfigError: an option has a value.
     """
     for flag, value in given.items():
         if value is not None:
@@ -208,7 +218,10 @@ def refuse_idle(given: Mapping[str, object], why: str, hint: str) -> None:
 
 
 def twice(spelled: Sequence[str], where: str) -> ConfigError:
-    """Return the error of an option that is given more than once, as ``spelled``."""
+    """Return the error for an option that is given more than once.
+
+    ``spelled``: the option as it was written each time.
+    """
     return ConfigError(
         f"given more than once: {' and '.join(spelled)}",
         code="option-given-twice",
@@ -223,7 +236,10 @@ def _flag_of(option: Any) -> str:
 
 
 def _spelled(option: Any, words: Sequence[str], normal: Callable[[str], str] | None) -> list[str]:
-    """Return each occurrence of the option among ``words``, with its value."""
+    """Return each occurrence of the option among ``words``, with its value.
+
+    ``normal``: returns the usual form of a flag.
+    """
     names = {*option.opts, *option.secondary_opts}
     found: list[str] = []
     ends = words.index("--") if "--" in words else len(words)

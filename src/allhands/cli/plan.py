@@ -1,4 +1,4 @@
-"""``allhands plan``: will a training fit, how long will it take, and would more computers help?"""
+"""``allhands plan``: predict memory and time of a training, and the use of more computers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def plan(asked: Plan) -> None:
         config, computers, lambda text: None if asked.as_json else typer.echo(text, err=True)
     )
     outlook = look_ahead(job)
-    # Options that this kind of training does not have are no options of the plan.
+    # The plan does not keep options that this kind of training does not have.
     options = {
         name: value
         for name, value in config.model_dump(mode="json").items()
@@ -82,11 +82,11 @@ def plan(asked: Plan) -> None:
 
 
 def _place_of(picture: Path | None, *, force: bool) -> Path | None:
-    """Return the path of the chart.
+    """Return the path of the chart, with a suffix; ``None`` if no chart is wanted.
 
     Raises:
-        ConfigError: it is no name of a picture, or a foreign file is there.
-        StorageError: it cannot be written.
+        ConfigError: the path is no name of a picture, or another kind of file is there.
+        StorageError: the file cannot be written.
     """
     if picture is not None:
         suffix = picture_suffix(picture)
@@ -97,9 +97,15 @@ def _place_of(picture: Path | None, *, force: bool) -> Path | None:
 
 
 def _keep(directory: Path, values: dict[str, Any], *, imagined: bool) -> tuple[Path | None, str]:
-    """Keep the plan in the run's directory; return the file, and a line about the result."""
+    """Keep the plan in the run's directory; return the file and a line for people.
+
+    The file is ``None`` if the plan could not be kept; the line then has the reason.
+
+    Args:
+        imagined: True if the computers are only described.
+    """
     if imagined and runs_begun(directory):
-        # In the directory of a run it would be taken for the plan of that run.
+        # In the directory of a run, a report would take it for the plan of that run.
         hint = "these computers are only described; choose another --adapter-path to keep it for a run on them"
         return None, f"the plan is not kept: {directory} already holds a run, and {hint}"
     try:
@@ -113,13 +119,13 @@ def training_config(words: Sequence[str]) -> TrainConfig:
     """Return the training that options of ``allhands train`` or ``allhands pretrain`` describe.
 
     Raises:
-        ConfigError: an option that neither of them has, or an invalid value.
+        ConfigError: an option that neither command has, or an invalid value.
     """
     flags: dict[str, Any] = {}
     app = App(add_completion=False, context_settings={"token_normalize_func": canonical_flag})
     app.command()(
         option_function(flags.update, "", PretrainConfig)
-    )  # which has the options of both
+    )  # PretrainConfig has the options of both commands
     app(args=list(words), prog_name="allhands plan", standalone_mode=False)
     file = flags.get("config")
     keys = {*flags, *(read_yaml(file) if file else ())}

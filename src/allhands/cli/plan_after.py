@@ -25,10 +25,10 @@ def show_after(run: Path, *, as_json: bool) -> None:
     """
     facts = read_facts(run)
     signs, compared = signs_of(facts.history, facts.samples, facts.config), comparison_of(facts)
-    # If the training has harmed the model, a faster training is no advice.
+    # If the training has harmed the model, "no sign" would be misleading.
     done = harm(facts.history)
     ruined = any(one.level == "bad" for one in done)
-    # Only the notes on the plan; a report has the others.
+    # Only the notes on the plan are shown; a report has all others.
     notes = [note for note in facts.notes if note.startswith("plan.")]
     if as_json:
         values = {
@@ -53,7 +53,7 @@ def show_after(run: Path, *, as_json: bool) -> None:
 
 
 def _told_of(facts: ReportFacts, signs: Sequence[Sign], *, ruined: bool) -> Iterator[str]:
-    """Yield how a run ended that was not to end so, and its signs."""
+    """Yield the status of a run that failed, or that it has no signs; then its signs."""
     name, reason = facts.history.name, f": {facts.reason}" if facts.reason else ""
     if facts.status in ("failed", "crashed or killed"):
         yield f"{name}: {facts.status}{reason}"

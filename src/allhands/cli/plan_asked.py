@@ -17,7 +17,16 @@ _MOST_DEVICES = 1024
 
 @dataclass(frozen=True)
 class AskedComputers:
-    """The command's own options; see :func:`allhands.cli.plan.plan`."""
+    """The options of ``allhands plan`` about computers.
+
+    Attributes:
+        device: text of ``--device``; ``None``: this computer, or computers over ssh.
+        link: text of ``--link``.
+        machines: numbers of imagined equal computers.
+        once: True if the training is needed only once.
+        timeout_s: seconds for each measurement.
+        prices: prices of an hour.
+    """
 
     device: str | None
     link: str | None
@@ -28,11 +37,12 @@ class AskedComputers:
 
 
 def devices_of(text: str | None) -> list[PlannedDevice]:
-    """Read ``M1 Pro 32GB, 2 x M1 16GB``; all must be of one kind, because a training cannot mix
-    kinds.
+    """Return the computers in a text such as ``M1 Pro 32GB, 2 x M1 16GB``; none for ``None``.
+
+    All must be of one kind, because Macs and NVIDIA GPUs cannot train together.
 
     Raises:
-        ConfigError: they are not known, or too many, or of several kinds.
+        ConfigError: the computers are not known, too many, or of several kinds.
     """
     found: list[PlannedDevice] = []
     for part in (text or "").split(","):
@@ -79,17 +89,17 @@ def hosts_of(config: TrainConfig) -> tuple[Host, ...]:
 
 
 def _check_ranks(config: TrainConfig) -> None:
-    """Refuse more processes than this computer can start, and a wrong number of weights."""
+    """Refuse more processes than this computer can run, and a wrong number of rank weights."""
     if not on_hosts(config):
         require_cores(config.num_ranks)
     check_weights(config.given_weights, sum(host.slots for host in hosts_of(config)))
 
 
 def check_computers(config: TrainConfig, asked: AskedComputers) -> None:
-    """Refuse options that name computers in two ways, before any long work.
+    """Refuse options that name computers in two ways; called before any long work.
 
     Raises:
-        ConfigError: options contradict each other.
+        ConfigError: options contradict each other, or ask for too many processes.
     """
     devices = devices_of(asked.device)
     if not devices:

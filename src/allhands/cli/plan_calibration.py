@@ -29,11 +29,11 @@ from allhands.plan.job import SmallPasses
 from allhands.run.stage_costs import small_enough
 
 _STEPS = 6  # the first step does not count, because it compiles and fills caches
-_STEPS_OF_GPU = 24  # with packed rows, where nearly all steps are alike
+_STEPS_OF_GPU = 24  # with packed rows: nearly all steps are alike
 _STEPS_OF_LENGTHS = 96  # without packing: most of the first 30 steps meet a new length
-_ALIKE = 0.02  # below this difference of sizes the times do not show their dependence on the size
+_ALIKE = 0.02  # relative spread of sizes; below it, times do not show how they depend on the size
 _FOLDER, _ABANDONED_S = "allhands-plan-", 86400.0
-# Options of the whole training, or of several computers.
+# Options that a short run leaves out: they are about the whole training or several computers.
 _DROPPED = (
     "epochs",
     "hosts",
@@ -78,14 +78,15 @@ class Calibration:
         start_s: seconds from the command to the first step.
         peak_bytes: peak memory with the whole batch: of the process (CPU), or the need of MLX's
             arrays (GPU).
-        cores_per_rank: cores of the process, if they were counted.
         expected_bytes: memory that the process expected to need before its first step, if it knows.
         seconds: duration of the whole calibration.
-        first_s: additional seconds of a training's first steps, all together, on a GPU.
+        cores_per_rank: cores of the process, if they were counted.
         largest: most padded tokens that are computed at once in the whole training, and the number
             of such parts in a batch; ``None``: the training did not report it.
-        longest: tokens of the longest row; ``lengths``: number of different row lengths.
-        whole_s: seconds of a step by one process with all cores, if the others had fewer.
+        longest: tokens of the longest row; ``None``: not reported.
+        lengths: number of different row lengths; ``None``: not reported.
+        first_s: additional seconds of a training's first steps, all together, on a GPU.
+        whole_s: seconds of a step by one process with all cores, if the other runs had fewer.
         doubt: why these times cannot be trusted; empty if they can.
     """
 
@@ -136,14 +137,14 @@ def _measured(
     config: TrainConfig, timeout_s: float, *, on_gpu: bool, with_all_cores: bool
 ) -> Calibration:
     began = time.perf_counter()
-    # Half of the batch first, because the first process tokenises new data, which takes memory and
-    # time.
+    # Half of the batch comes first: the first process tokenises new data, which takes memory and
+    # time that must not count for the whole batch.
     sizes = sorted({max(1, config.batch_size // 2), config.batch_size})
     runs = [_run(config, size, timeout_s, on_gpu=on_gpu) for size in sizes][::-1]
     points = tuple(_point_of_gpu(run) if on_gpu else _point(run) for run in runs)
     first, whole_s, others = runs[0], None, max(run.others for run in runs)
     if with_all_cores:
-        # With the cores that each of several ranks has.
+        # The runs above had only the cores that each of several ranks has.
         whole = _run(
             config.model_copy(update={"cores_per_rank": None}), config.batch_size, timeout_s
         )
@@ -164,7 +165,7 @@ def _measured(
         longest=first.started.longest,
         lengths=first.started.lengths,
         first_s=_more_than(first.reports, *points[0]) if on_gpu else 0.0,
-        # The measurement with all cores is optional.
+        # More cores cannot make a step longer.
         whole_s=None if whole_s is None else min(whole_s, points[0][1]),
         doubt="" if on_gpu else busy(others) or contradiction(points, whole_s),
     )
@@ -196,8 +197,12 @@ def time_to_start(config: TrainConfig, timeout_s: float) -> float:
 def small_passes(
     config: TrainConfig, measured: Calibration, stages: int, timeout_s: float, *, on_gpu: bool
 ) -> SmallPasses | None:
-    """Train a few steps with the micro-batches of a pipeline of so many stages, unless the usual
-    ones have this size.
+    """Train a few steps with the micro-batches of a pipeline of ``stages`` stages.
+
+    Nothing is trained if the usual micro-batches are as small, or if a person has set their size.
+
+    Returns:
+        The measured step; ``None`` if the calibration did not report its sizes.
 
     Raises:
         AllhandsError: the error of the training.
@@ -228,16 +233,20 @@ class _ShortRun:
 
 
 def _point(run: _ShortRun) -> tuple[float, float]:
-    """Tokens and seconds of a step: means over all counted steps, since batches differ in length."""
+    """Return the mean tokens of a step, and its seconds by the fastest counted step.
+
+    The first step is not counted if there are others.
+    """
     counted = run.reports[1:] or run.reports
     tokens = statistics.mean(report.tokens_per_s * report.step_time_s for report in counted)
-    # The fastest, because a computer with other work for a moment is slower, never quicker.
+    # The fastest step counts: other work for a moment makes a computer slower, never faster.
     each = min(1.0 / report.tokens_per_s for report in counted)
     return tokens, tokens * each
 
 
 def _point_of_gpu(run: _ShortRun) -> tuple[float, float]:
-    """The same for a GPU, where each step queues the passes of the next step.
+    """Return mean tokens and seconds of a step on a GPU, where each step queues the next step's
+    passes.
 
     The last step queues no passes, and its own were computed in the step before, so it does not
     count. A step with a new shape, and the step before it, do not count either if there are others:
@@ -253,8 +262,8 @@ def _point_of_gpu(run: _ShortRun) -> tuple[float, float]:
     ]
     # A device gets faster until its clock and its caches are stable.
     chosen = old[len(old) // 3 :] if len(old) > 1 else [(each, after) for _, each, after in counted]
-    # Of all: a rare length, which is most often a long one, is met for the first time more often
-    # than others.
+    # Tokens are the mean of all steps. New lengths are mostly long ones, so steps without new
+    # shapes have fewer tokens than others.
     tokens = statistics.mean(report.tokens_per_s * report.step_time_s for report in run.reports)
     if not chosen:
         return tokens, statistics.mean(report.step_time_s for report in run.reports)
@@ -266,8 +275,8 @@ def _point_of_gpu(run: _ShortRun) -> tuple[float, float]:
 
 
 def _seconds_at(tokens: float, sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """Return the seconds of a step with so many tokens, from a line through the measured ``sizes``;
-    no part is negative.
+    """Return the seconds of a step with ``tokens`` tokens, from a line through the measured points;
+    neither its slope nor its base is negative.
     """
     if statistics.pstdev(sizes) < _ALIKE * statistics.mean(sizes):
         return statistics.mean(seconds)
@@ -278,8 +287,8 @@ def _seconds_at(tokens: float, sizes: Sequence[float], seconds: Sequence[float])
 
 
 def _more_than(reports: Sequence[TrainReport], tokens: float, seconds: float) -> float:
-    """Return the additional seconds of all steps, compared with steps of so many tokens and
-    seconds.
+    """Return the seconds that all steps together took longer than steps with ``tokens`` in
+    ``seconds``.
     """
     took = sum(report.step_time_s for report in reports)
     computed = sum(report.tokens_per_s * report.step_time_s for report in reports)
@@ -340,7 +349,7 @@ def _remove_abandoned() -> None:
 def _expected(run: Path) -> int | None:
     try:
         return max((sample.estimated_bytes or 0 for sample in read_samples(run)), default=0) or None
-    except DataError:  # nobody watched it
+    except DataError:  # there are no samples
         return None
 
 
@@ -382,7 +391,10 @@ def _can_be_compiled(model: str) -> bool:
 
 
 def _failure(told: str, code: int) -> AllhandsError:
-    """The training's own error, as this command's."""
+    """Return the error of a short run as an error of this command.
+
+    ``told``: its standard error; ``code``: its exit code.
+    """
     lines = [line.strip() for line in told.splitlines() if line.strip()]
     found = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
     hint = next((line.removeprefix(_HINT) for line in lines if line.startswith(_HINT)), None)

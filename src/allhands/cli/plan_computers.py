@@ -23,7 +23,7 @@ from allhands.runtime.accelerator import device_memory, working_set_bytes
 
 _DEFAULT_LINK = "1GbE"
 _ASK_S = 10.0
-_ALIKE = 1.1  # speeds that differ by less are noise
+_ALIKE = 1.1  # speeds whose ratio is smaller count as equal
 _HERE = "this computer"
 
 Say = Callable[[str], object]
@@ -41,12 +41,13 @@ def computers_of(
     say: Say,
     notes: list[str],
 ) -> tuple[Computer, ...]:
-    """Return the computers in the order of their names; a single one if all others are equal or
-    imagined.
+    """Return the computers in the order in which they were named; without names, only this one.
 
     Args:
-        kind: of this computer's processor.
-        link: link between them; if it was measured, the speeds were measured as well.
+        kind: kind of this computer's processor.
+        link: link between the computers; if it was measured, their speeds may be measured, too.
+        say: called with a line about the current work.
+        notes: gets lines about the computers.
     """
     if devices:
         watts = asked.prices.watts is None and asked.prices.per_kwh is not None
@@ -73,8 +74,8 @@ def _described(device: PlannedDevice, first: PlannedDevice, *, watts: bool) -> C
 
 
 def _here(kind: str) -> Computer:
-    """Return this computer, with the memory that arrays may take: what is free now, or all memory
-    of a GPU.
+    """Return this computer with its usable memory: on a CPU the memory that is free now, on a GPU
+    the part that arrays may take.
     """
     if kind == "cpu":
         memory = memory_facts()
@@ -90,7 +91,7 @@ def _here(kind: str) -> Computer:
 def _answering(
     config: TrainConfig, kind: str, measured: Sequence[float], say: Say, notes: list[str]
 ) -> tuple[Computer, ...]:
-    """Return one computer for each slot of the hosts, with the memory that the hosts report."""
+    """Return one computer for each slot of the hosts; other hosts report their memory over ssh."""
     hosts = hosts_of(config)
     say("asking the computers for their memory ...")
     told = ask_facts([host for host in hosts if host.ssh is not None], _ASK_S)
@@ -180,8 +181,8 @@ def prices_of(asked: AskedComputers, devices: Sequence[PlannedDevice], notes: li
 def link_between(
     config: TrainConfig, asked: AskedComputers, devices: int, say: Say, notes: list[str]
 ) -> ExchangeTimes | None:
-    """Return the link: measured between existing ranks, else as described; ``None`` for one
-    computer.
+    """Return the link: measured between existing ranks, else as described; ``None`` if the plan is
+    for one computer.
 
     Raises:
         AllhandsError: the link is unknown, or cannot be measured.

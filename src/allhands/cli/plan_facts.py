@@ -1,4 +1,4 @@
-"""The facts of ``allhands plan``: the model's widths, a short training here, and the link."""
+"""The facts of ``allhands plan``: the model, a short training here, the computers and the link."""
 
 from __future__ import annotations
 
@@ -78,16 +78,17 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class _Model:
-    """A model by its files.
+    """Facts of a model from its files, or from the options of pre-training.
 
     Attributes:
+        blocks: widths of the model; ``None`` if it is not built of equal blocks.
         weights_bytes: bytes of the weights in training.
-        word: bytes of a number of dense weights in memory.
-        bits: bits of quantised weights, 0 for dense ones.
-        tied: whether the embedding is also the head.
-        forms: forms of the weights on a CPU, see :func:`forms_on_cpu`.
+        word: bytes of a dense weight in memory.
+        bits: bits of a quantised weight; 0 for dense weights.
+        tied: True if the embedding is also the head.
+        forms: forms of quantised weights on a CPU, see :func:`forms_on_cpu`.
         values: content of config.json.
-        group: numbers in a group of quantised weights, 1 for dense ones.
+        group: size of a group of quantised weights; 1 for dense weights.
     """
 
     blocks: DecoderShape | None
@@ -119,9 +120,13 @@ class _Facts:
 
     Attributes:
         measured: results of a short training here; ``None``: the computers are only described.
+        as_one_of: the configuration of the measured process, with the cores of one of several
+            ranks.
         row_tokens: mean number of tokens of a row.
         num_rows: number of rows of the training data, if it is known.
-        together: whether the ranks are processes of this computer.
+        together: True if the ranks are processes of this computer.
+        trained: number of trained parameters.
+        layers: number of trained blocks.
     """
 
     def __init__(self, config: TrainConfig, asked: AskedComputers, say: Say) -> None:
@@ -157,7 +162,7 @@ class _Facts:
         self.layers = 0 if self.blocks is None else _trained_layers(config, self.blocks)
 
     def job(self) -> Job:
-        """Return all input of the plan."""
+        """Return the job with all facts for the plan."""
         config, asked = self.config, self.asked
         step = self._step()
         link = link_between(config, asked, len(self.devices), self.say, self.notes)
@@ -230,7 +235,7 @@ class _Facts:
 
     @cached_property
     def _known_backend(self) -> str:
-        """Return the back-end that training takes without a measurement."""
+        """The back-end that a training here would take, as far as it is known without measuring."""
         if self.config.backend != "auto":
             return self.config.backend
         if self.kind == "cuda":
@@ -250,15 +255,15 @@ class _Facts:
         )
 
     def _room(self) -> int:
-        """Return the number of processes for which a computer's cores are enough, if processes
-        share a CPU; else 0.
+        """Return the number of processes for which this computer's cores suffice; 0 if the ranks do
+        not share a CPU.
         """
         if not self.together or self.kind != "cpu":
             return 0
         return max(1, available_cores() // (self.config.cores_per_rank or 1))
 
     def _measure(self) -> Calibration:
-        """Train a few steps, with the cores that each of several processes of a computer will have."""
+        """Train a few steps, with the cores of one rank if a computer will have several."""
         config, on_gpu = self.config, self.kind != "cpu"
         self.say(
             f"training {steps_of(config, on_gpu=on_gpu)} steps with the whole batch, and with half of it ..."
@@ -307,7 +312,7 @@ class _Facts:
         return f"{what}: {counted(self._steps(), 'step')} of {rows}"
 
     def _again_s(self) -> float:
-        """Return the factor on the time of passes that compute activations again."""
+        """Return the factor by which recomputed activations lengthen the passes."""
         if self.blocks is None or self.config.grad_checkpoint:
             return 1.0
         return self._flops(self.blocks, recomputed=True) / self._flops(
@@ -401,8 +406,10 @@ class _Facts:
         return PackedGradients(codec, self._backend, self._gradient_word)
 
     def _rows(self) -> tuple[float, int | None]:
-        """Return tokens of a row and the number of rows: from the short training or the data, or
-        else the maximum.
+        """Return the mean tokens of a row and the number of rows.
+
+        They come from the short training or from the data. Otherwise a row has the maximum length,
+        and the number is ``None``.
         """
         config = self.config
         if self.measured is not None:
@@ -486,15 +493,15 @@ class _Facts:
         return (self.measured and self.measured.lengths) or 1
 
     def _weights_bytes(self) -> int:
-        """Return the bytes of the weights; a GPU makes quantised weights dense as far as they fit."""
+        """Return the bytes of the weights; a GPU holds quantised weights dense if they fit."""
         quantised = self.kind == "cuda" and self.model.bits and self.measured
         if quantised and held_dense(quantised.total, device_memory()):
             return 2 * quantised.total
         return self.model.weights_bytes
 
     def _present(self, work: Work | None) -> int:
-        """Return the bytes of a CPU process besides its training arrays: as it reported, or
-        estimated.
+        """Return the bytes of a process on a CPU besides its training arrays, as the short training
+        reported them or as an estimate; 0 on a GPU.
         """
         if self.kind != "cpu":
             return 0
@@ -515,7 +522,11 @@ class _Facts:
 
 
 def _read(config: TrainConfig, kind: str) -> _Model:
-    """Read a model's files."""
+    """Return the facts of a model from its files.
+
+    Raises:
+        ModelError: weights are missing, or quantised weights cannot be trained in full.
+    """
     place = resolve(config.model)
     values = read_config(place)
     quantised = _quantisation(values)
@@ -535,7 +546,7 @@ def _read(config: TrainConfig, kind: str) -> _Model:
     facts: dict[str, Any] = {"bits": bits, "tied": tied, "values": values, "group": group}
     if kind != "cpu":
         return _Model(blocks, size, 2 if half else 4, **facts)
-    # A CPU computes in float32, in which dense weights are held there.
+    # A CPU computes in float32, and holds dense weights in float32.
     if not bits or blocks is None:
         return _Model(blocks, size if bits or not half else 2 * size, 4, **facts)
     codes, packed = _forms(blocks, bits, group, size, tied=tied)
@@ -547,8 +558,8 @@ def _read(config: TrainConfig, kind: str) -> _Model:
 def _forms(
     blocks: DecoderShape, bits: int, group: int, size: int, *, tied: bool
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return :func:`forms_on_cpu`, packed ones as the files of ``size`` bytes have them: scales may
-    be of any type.
+    """Return :func:`forms_on_cpu`, with the packed form scaled to the ``size`` of the files in
+    bytes, because scales may have any type.
     """
     codes, (of_block, of_table) = forms_on_cpu(blocks, bits, group)
     by_file = size / (blocks.layers * of_block + (2 - tied) * of_table) if size else 1.0
@@ -556,13 +567,13 @@ def _forms(
 
 
 def _quantisation(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a model's configuration about quantised weights; empty if they are not."""
+    """Return the part of config.json about quantised weights; empty if the weights are dense."""
     found = values.get("quantization") or values.get("quantization_config")
     return found if isinstance(found, dict) else {}
 
 
 def _fresh(fresh: PretrainConfig, kind: str) -> _Model:
-    """Return the new model of pre-training."""
+    """Return the facts of a new model, from the options of pre-training."""
     numbers: dict[str, Any] = fresh.numbers()
     if (file := Path(fresh.tokenizer) / "tokenizer.json").is_file() and fresh.vocabulary is None:
         numbers = {
@@ -586,7 +597,7 @@ def _trained_layers(config: TrainConfig, blocks: DecoderShape) -> int:
 
 
 def _told(measured: Calibration) -> str:
-    """Print the results of the short training."""
+    """Return the results of the short training in words."""
     speed = measured.points[0][0] / measured.points[0][1]
     first = measured.first_s
     later = (

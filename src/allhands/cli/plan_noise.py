@@ -12,14 +12,14 @@ import psutil
 
 from allhands.runtime.blas import allowed_cores, available_cores
 
-# Other programs may take this part of the cores, and half a core in any case, before times are no
-# measure.
+# Other programs may take this part of the cores, and half a core in any case; if they take more,
+# times are not reliable.
 _BUSY, _HALF = 0.15, 0.5
 _LONGER = 1.05  # a time that should not be longer than another may be longer by this part
 
 
 class LoadWatch:
-    """Counter of the cores that other programs used during a measurement."""
+    """Result of :func:`watched`: ``others``, the mean number of cores that other programs used."""
 
     def __init__(self) -> None:
         self.others = 0.0
@@ -27,7 +27,10 @@ class LoadWatch:
 
 @contextmanager
 def watched() -> Generator[LoadWatch]:
-    """Watch the processor cores that this process may use."""
+    """Measure the use of this process's cores by other programs during the block.
+
+    The result is there after the block.
+    """
     found = LoadWatch()
     began, busy, own = time.monotonic(), cores_busy_s(), own_busy_s()
     yield found

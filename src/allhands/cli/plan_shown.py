@@ -14,7 +14,7 @@ from allhands.plan.job import Job
 from allhands.plan.outlook import Outlook, OutlookLine
 from allhands.plan.strategies import Way
 
-_FELT = 0.01  # of a training's time
+_FELT = 0.01  # part of a training's time from which on validations are shown
 _PARTS = {
     "weights": "weights",
     "optimizer": "optim.",
@@ -81,8 +81,8 @@ def _show_time(console: Console, outlook: Outlook) -> None:
 
 
 def _show_table(console: Console, rows: Sequence[dict[str, str]], *narrow: str) -> None:
-    """Print rows; their keys are the heads of the columns. If a table is too wide, the columns
-    ``narrow`` are left out first.
+    """Print a table of rows, whose keys are the heads of the columns. If it is too wide, columns of
+    ``narrow`` are left out, in their order.
     """
     print_table(console, tuple(rows[0]), [tuple(row.values()) for row in rows], narrow)
 
@@ -177,8 +177,8 @@ def _show_lighter(console: Console, outlook: Outlook) -> None:
 
 
 def _in_rows(flags: str, width: int) -> str:
-    """Flags in rows of at most ``width``, each with its value; further rows are indented, so that
-    they do not look like another way.
+    """Return flags in rows of at most ``width``; a flag and its value are in one row. Further rows
+    are indented, so that they do not look like another way.
     """
     bound = re.sub(r" (?!--)", "\N{NO-BREAK SPACE}", flags)
     rows = textwrap.fill(bound, width, subsequent_indent="    ", break_on_hyphens=False)
@@ -230,7 +230,7 @@ def _percent(part: float, whole: float) -> str:
 
 
 def _there_is(job: Job) -> str:
-    """Return a text about the memory limit of a rank."""
+    """Return words about the memory limit of a rank; empty if it is not known."""
     if len({each.usable_bytes for each in job.computers}) > 1:
         return "; each of several machines has its own limit, a single one the largest"
     if job.computers[0].usable_bytes is None:

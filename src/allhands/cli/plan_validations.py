@@ -1,6 +1,4 @@
-"""The time of a planned training's validations, with the number of validations and rows of
-training.
-"""
+"""The time of validations for a plan; numbers of validations and rows are those of the training."""
 
 from __future__ import annotations
 
@@ -36,11 +34,13 @@ class ValidRows:
 
 
 def number_of(batches: int, every: int, accumulated: int) -> int:
-    """Count validations: one before the first batch, one at each multiple of ``every``, one after
-    the last batch.
+    """Return the number of validations: one before the first batch, one at each multiple of
+    ``every``, and one after the last batch.
 
     Args:
-        accumulated: batches of an update; no validation comes within them.
+        batches: batches of the whole training.
+        every: batches between validations.
+        accumulated: batches of an update; there is no validation within them.
     """
     updates = math.ceil(batches / accumulated)
     if every <= accumulated:
@@ -52,14 +52,16 @@ def number_of(batches: int, every: int, accumulated: int) -> int:
 def valid_rows(
     config: TrainConfig, *, counted: bool, say: Callable[[str], object], notes: list[str]
 ) -> ValidRows:
-    """Return the rows of a validation; ``None`` without validations or validation data.
+    """Return the rows of a validation; 0 rows if there are no validations or no validation data.
 
     Args:
-        counted: whether the training's rows were read; otherwise validations are left out if the
+        counted: True if the training's rows were read. Otherwise validations are left out if the
             data cannot be read.
+        say: called with a line about the current work.
+        notes: gets the reason why validations are left out.
 
     Raises:
-        AllhandsError: the data cannot be read.
+        AllhandsError: the data cannot be read, and ``counted`` is true.
     """
     nothing = ValidRows(0, 0)
     if config.val_batches == 0:
@@ -81,7 +83,7 @@ def valid_rows(
         notes.append(f"validations are not in these times: {error.message}")
         return nothing
     assert rows is not None
-    # The same rows as in allhands.train's evaluator.
+    # The same rows as in allhands.train.evaluation.
     number = (
         len(rows)
         if config.val_batches < 0
@@ -92,7 +94,7 @@ def valid_rows(
 
 def open_splits(config: TrainConfig, *names: str) -> Datasets:
     """Open the splits of these ``names``, or all. They are tokenised as for the training, which
-    then finds the tokens.
+    then need not do it again.
     """
     found = find_splits(config)
     fresh, trust, chat = pretraining(config), config.trust_remote_code, chat_of(config)
@@ -112,7 +114,7 @@ def seconds_of(
     Args:
         layers: number of blocks with a backward pass.
     """
-    if blocks is None:  # one of three passes, or of two if the weights are frozen
+    if blocks is None:  # a third of a step's passes, or half of them if most weights are frozen
         share = 1 / 3 if config.fine_tune_type == "full" else 1 / 2
     else:
         share = forward_share(

@@ -1,4 +1,4 @@
-"""``allhands plot``."""
+"""``allhands plot``: loss curves of runs, and the memory of a run's processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plot(asked: Plot) -> None:
 
 
 def _samples(run: Path) -> list[Sample] | None:
-    """The samples of the run's processes; ``None`` if they are too few for a picture."""
+    """Return the samples of the run's processes; ``None`` if they are too few for a picture."""
     try:
         found = read_samples(run if run.is_dir() else run.parent)
     except DataError:
@@ -41,5 +41,5 @@ def _samples(run: Path) -> list[Sample] | None:
 
 
 def _beside(out: Path) -> Path:
-    """Path of the second picture, in the directory of the first."""
+    """Return the path of the second picture, in the directory of the first."""
     return out.with_name(f"memory{'-of-processes' * (out.stem == 'memory')}{out.suffix}")

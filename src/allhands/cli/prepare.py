@@ -100,10 +100,13 @@ def _options(flags: DataPrepare) -> PrepareOptions:
 def _short_columns(
     given: Sequence[str], features: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """``["prompt=question"]`` as ``{"prompt_feature": "question"}``, and ``{"prompt_feature":
-    "--column ..."}``.
+    """Return the columns of ``--column``, and the flag that named each of them.
+
+    ``["prompt=question"]`` gives ``{"prompt_feature": "question"}`` and ``{"prompt_feature":
+    "--column prompt=question"}``.
 
     Args:
+        given: values of ``--column``.
         features: columns from the long flags, ``{"prompt_feature": "question"}``.
 
     Raises:
@@ -141,7 +144,7 @@ def _measure(model: str, trust_remote_code: bool, chat: ChatChoice) -> Measure:
     """Return a function that counts the tokens of records with the tokenizer of ``model``."""
     from allhands.model.load import load_tokenizer
 
-    # Merged system messages are merged before this point.
+    # If system messages are to be merged, the rows are merged already.
     chat = replace(chat, system="template")
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code, chat=chat).tokenizer
     return Renderer(cast("Any", tokenizer), mask_prompt=False, max_seq_length=None).render
@@ -151,7 +154,7 @@ def _measure(model: str, trust_remote_code: bool, chat: ChatChoice) -> Measure:
 
 
 class _Screen:
-    """Print the outcome for a terminal of 80 columns."""
+    """Printer of the outcome, made for terminals of 80 columns or more."""
 
     def __init__(self, console: Console, outcome: PrepareOutcome) -> None:
         self._console = console
@@ -159,7 +162,7 @@ class _Screen:
         self._folder = _common_folder([source.name for source in outcome.sources])
 
     def everything(self, flags: DataPrepare) -> None:
-        """All sections, in order."""
+        """Print all sections, in order."""
         self._sources()
         self._splits()
         self._duplicates()
@@ -185,7 +188,7 @@ class _Screen:
         self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
 
     def _short(self, name: str) -> str:
-        """The end of a long name, without the common folder; the end says more than the beginning."""
+        """Return a name without the common folder; if it is long, only its end, which says most."""
         name = name.removeprefix(self._folder)
         return name if len(name) <= _NAME_WIDTH else "…" + name[-_NAME_WIDTH + 1 :]
 
@@ -242,7 +245,10 @@ class _Screen:
             self._say("--dedupe exact or --dedupe near drops them")
 
     def left_out(self, out: Path | None) -> None:
-        """The rows that were left out, by reason; ``out`` holds the list of all."""
+        """Print the rows that were left out, by reason.
+
+        ``out``: the directory with a list of all of them; ``None``: there is none.
+        """
         if not self._outcome.reasons:
             return
         unread = sum(source.unread for source in self._outcome.sources)
@@ -300,7 +306,7 @@ class _Screen:
         train = ["allhands", "train", "--model", model, "--data", out]
         if (
             Path(model).is_dir() and not (Path(model) / "config.json").exists()
-        ):  # a tokenizer, of no model yet
+        ):  # only a tokenizer, for a new model
             train = ["allhands", "pretrain", "--tokenizer", model, "--data", out]
         template = (
             ["--chat-template", flags.chat_template] if flags.chat_template is not None else []
@@ -316,8 +322,8 @@ class _Screen:
 
 
 def _common_folder(names: Sequence[str]) -> str:
-    """Return the common folder of all files, with the slash; empty if there is none, or if a source
-    is no file.
+    """Return the common folder of all files, with a slash at its end; empty if there is none, or if
+    a source is no file.
     """
     if not all(os.path.exists(name) for name in names):
         return ""

@@ -1,4 +1,4 @@
-"""``allhands report``."""
+"""``allhands report``: a page about a run, or about several runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def report(asked: Report) -> None:
     found = [read_facts(run) for run in asked.runs]
     page = make_page(found, title=asked.title, now=time.time())
     texts = {target: to_html(page), beside: to_markdown(page)}
-    # It has content of the run's private files: prompts, answers, names of directories.
+    # Private, because the page has content of the run's private files: prompts, answers,
+    # directories.
     make_directory(target.parent, private=True)
     for file, text in texts.items():
         write_whole(
@@ -50,7 +51,11 @@ def report(asked: Report) -> None:
 
 
 def _require_different(runs: list[Path]) -> None:
-    """Refuse to compare a run with itself, also under two names."""
+    """Refuse to compare a run with itself, also under two names.
+
+    Raises:
+        ConfigError: two of the runs are the same.
+    """
     seen = set[Path]()
     for run in runs:
         file = (run / METRICS_FILE if run.is_dir() else run).resolve()

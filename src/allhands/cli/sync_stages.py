@@ -27,22 +27,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StagesWanted:
-    """The pipeline that the files are for, by training's options of the same names."""
+    """The pipeline for which the files are copied; its fields are options of a training."""
 
     pp_split: str = "auto"
     pp_schedule: str = "1f1b"
     pp: int | None = None
 
     def config(self) -> TrainConfig:
-        """Training's options."""
+        """Return the configuration of a training with this pipeline."""
         return build_config({"strategy": "pipeline", **asdict(self)})
 
 
 def plan_stages(
     plan: SyncPlan, model: Path, wanted: StagesWanted, hosts: Sequence[Host]
 ) -> tuple[SyncPlan, dict[str, list[FoundFile]]]:
-    """Return the files of ``plan`` for each host by its name; of the weights in ``model`` a host
-    gets only the files of its stages.
+    """Divide the weight files of ``model`` among the hosts; each gets only the files of its stages.
+
+    Returns:
+        The plan with notes on this, and the files for each host by its name.
 
     Raises:
         AllhandsError: the model cannot be divided in this way.
@@ -103,7 +105,10 @@ def _needs(
 
 
 def _list_of(model: Path, beside: FoundFile) -> FoundFile:
-    """Return the list of all weight files, for hosts that get a part of them; it is made once."""
+    """Return a file with the list of all weight files, for hosts that get a part of them.
+
+    It is kept in the cache.
+    """
     from allhands.model.reading import list_of_files
 
     files = present(model)
@@ -125,11 +130,14 @@ def _joined(what: Any) -> str:
 def wanted_stages(
     stages: bool, pp_split: str | None, content: Mapping[str, Any], model: str | None
 ) -> StagesWanted | None:
-    """Return the pipeline of the options and the configuration; ``None``: every host gets all
-    files.
+    """Return the requested pipeline; ``None``: every host gets all files.
+
+    Args:
+        stages: True if ``--stages`` is given.
+        content: the configuration file.
 
     Raises:
-        ConfigError: options that have no effect.
+        ConfigError: an option has no effect, or there is no model.
     """
     if not stages:
         refuse_idle({"--pp-split": pp_split}, "without --stages", "add it")

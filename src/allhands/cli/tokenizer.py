@@ -70,7 +70,7 @@ def bracketed(pieces: Sequence[str]) -> str:
 
 
 def report_lines(report: VocabularyReport, wanted: int, out: Path) -> list[str]:
-    """Describe a tokenizer that was made."""
+    """Return lines about a tokenizer that was made; ``wanted``: its requested size."""
     fewer = (
         f" of {wanted} requested: the text has no more pairs to merge"
         if report.vocabulary < wanted

@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 
 LOG_DIRECTORY = "logs"
 HOSTS_FILE = "hosts.txt"
-# Long enough for a run to go on without the user, and short enough to show an error soon.
+# Enough restarts for a run to go on without its user, and few enough to show an error soon.
 RESTARTS_OF_SEVERAL = 3
-# At the end one rank may still close trackers and draw curves after the others have ended.
+# Seconds for a rank that still closes trackers and draws curves after the others have ended.
 _FINISH_GRACE_S = 600.0
 _LOG_WIDTH = 200
-# The launcher decides the number of ranks.
+# Hints for launchers, which decide the number of ranks themselves.
 _LAUNCHED_WITH = {
     "slurm": "leave -n out under another launcher: srun -n {} starts as many",
     "openmpi": "leave -n out under another launcher: mpirun -np {} starts as many",
@@ -57,11 +57,13 @@ _SHORT_OF_MEMORY = "add --grad-checkpoint or lower --max-seq-length"
 
 
 def train(flags: dict[str, Any], kind: type[TrainConfig] = TrainConfig) -> int:
-    """Run the training that ``flags`` (and the YAML file they name) describe; returns the exit
-    code.
+    """Run the training that ``flags`` and their YAML file describe; return the exit code.
 
     Args:
-        kind: of training, whose options they are.
+        kind: class of the options.
+
+    Raises:
+        AllhandsError: an option is invalid, or the training failed in this process.
     """
     launch = recognise_here()
     alone = launch.launcher == "single"
@@ -94,10 +96,10 @@ def train(flags: dict[str, Any], kind: type[TrainConfig] = TrainConfig) -> int:
 
 
 def _config_of(flags: dict[str, Any], kind: type[TrainConfig]) -> TrainConfig:
-    """Build the configuration, which trains unless it only evaluates.
+    """Build the configuration; it trains by default unless it asks for a test.
 
     Raises:
-        ConfigError: it is invalid, or there is nothing to do.
+        ConfigError: the configuration is invalid, or there is nothing to do.
     """
     config = build_config(flags, flags.get("config"), kind)
     if config.train or config.test:
@@ -109,7 +111,7 @@ def _config_of(flags: dict[str, Any], kind: type[TrainConfig]) -> TrainConfig:
             where="--no-train",
             hint="leave it out to train, or add --test to evaluate what was trained",
         )
-    return config.model_copy(update={"train": True})  # as the command is called
+    return config.model_copy(update={"train": True})  # the default of this command
 
 
 @contextmanager
@@ -124,9 +126,13 @@ def rank_0_speaks_first(launch: LaunchPlace) -> Generator[None]:
 
 
 def check_launch(config: TrainConfig, launch: LaunchPlace) -> None:
-    """Refuse options that contradict the number of ranks, or a launcher other than this command."""
+    """Refuse options that contradict the number of ranks or another launcher.
+
+    Raises:
+        ConfigError: an option contradicts them.
+    """
     if launch.launcher == "allhands":
-        return  # fewer ranks than requested may be left
+        return  # after a fault the job may have fewer ranks than requested
     if not (config.hostfile or config.hosts):
         check_weights(
             config.given_weights, config.num_ranks if launch.launcher == "single" else launch.size
@@ -152,8 +158,8 @@ def check_launch(config: TrainConfig, launch: LaunchPlace) -> None:
 
 
 def _check_rehearsal(config: TrainConfig, launch: LaunchPlace) -> None:
-    """Refuse injected faults that cannot happen in this run, and name those that will not happen
-    again.
+    """Refuse injected faults that cannot happen in this run, and print a note on faults that will
+    not happen again.
 
     Raises:
         ConfigError: see :func:`allhands.runtime.faults.check`.
@@ -170,10 +176,10 @@ def _check_rehearsal(config: TrainConfig, launch: LaunchPlace) -> None:
 
 
 def with_hostfile(config: TrainConfig, directory: Path) -> TrainConfig:
-    """``--hosts``, if it is given, as a hostfile in ``directory``.
+    """Return the configuration with a hostfile in ``directory`` in place of ``--hosts``, if given.
 
     Raises:
-        ConfigError: the names are not understood.
+        ConfigError: the names of the hosts are not understood.
         StorageError: the file cannot be written.
     """
     if config.hosts is None:
@@ -183,10 +189,10 @@ def with_hostfile(config: TrainConfig, directory: Path) -> TrainConfig:
 
 
 def _check_resume(config: TrainConfig) -> None:
-    """Check the checkpoint as rank 0 would, before anything is started: by names and sizes alone,
-    in milliseconds.
+    """Check the checkpoint to resume from before anything is started.
 
-    The ranks compare the sums. With a hostfile the checkpoint's computer is not known here.
+    Only names and sizes are checked, which takes milliseconds; the ranks compare the checksums.
+    With a hostfile nothing is checked, because the checkpoint may be on another computer.
 
     Raises:
         CheckpointError: the checkpoint to resume from is missing or damaged.
@@ -203,7 +209,10 @@ def _check_resume(config: TrainConfig) -> None:
 
 def supervise_training(config: TrainConfig, command: list[str]) -> int:
     """Start the processes of ``command``, here or on the computers of a hostfile, and supervise
-    them.
+    them; return the exit code.
+
+    Raises:
+        AllhandsError: the options do not fit, or the processes cannot be started.
     """
     job = job_of(config)
     if job.size > 1 or config.min_ranks != 1:  # one rank may go on with the whole model
@@ -215,7 +224,7 @@ def supervise_training(config: TrainConfig, command: list[str]) -> int:
 def job_of(config: TrainConfig) -> TrainingJob:
     """Return the job that ``config`` describes."""
     directory = Path(config.adapter_path)
-    # One rank is the default; with a hostfile it means that no number was given.
+    # One rank is the default. With a hostfile, 1 therefore means that no number was given.
     num_ranks = None if config.hostfile and config.num_ranks == 1 else config.num_ranks
     resume = Path(config.resume) if config.resume and config.resume != "auto" else None
     same = (
@@ -246,7 +255,7 @@ def job_of(config: TrainConfig) -> TrainingJob:
         sync=_sync_command(config),
         compared=config.hostfile is not None,
         codes=config.log_level == "verbose",
-        # One second for each batch is a guess of the right order.
+        # A rough guess: one second for each batch.
         expected_s=float(config.iters or 1000),
         explain=lambda lines: (
             print(*lines, sep="\n", file=sys.stderr) if config.log_level == "verbose" else None
@@ -264,7 +273,7 @@ def _restarts(config: TrainConfig) -> int:
 
 
 def _paths_there(config: TrainConfig) -> dict[Path, str]:
-    """Paths that began with ``~``, in the form that ranks on other computers read."""
+    """Return the paths that were given with ``~``, each with its form for other computers."""
     given = (config.adapter_path, config.resume)
     return {
         Path(path): written(path) for path in given if path is not None and written(path) != path
@@ -272,7 +281,9 @@ def _paths_there(config: TrainConfig) -> dict[Path, str]:
 
 
 def _sync_command(config: TrainConfig) -> str | None:
-    """Return the command that copies the local model and data to the computers of the hostfile."""
+    """Return the command that copies the local model and data to the computers of the hostfile;
+    ``None`` if there is no hostfile, or nothing to copy.
+    """
     if config.hostfile is None:
         return None
     found = {"--model": config.model, "--data": config.data}
@@ -295,7 +306,7 @@ def _has_begun(directory: Path) -> bool:
 
 
 def work(config: TrainConfig, launch: LaunchPlace) -> int:
-    """Run as one rank: this process alone, or one of a launcher's group."""
+    """Train as one rank: alone, or in the group of a launcher; return the exit code 0."""
     with install(launch, os.environ) as worker:
         worker.stop_grace_s = min(worker.stop_grace_s, config.stop_grace_s)
         try:
@@ -309,8 +320,8 @@ def work(config: TrainConfig, launch: LaunchPlace) -> int:
 
 @contextmanager
 def collector_paused() -> Generator[None]:
-    """Pause garbage collection during imports: they free no objects, and it takes a tenth of their
-    time.
+    """Pause garbage collection during imports, of whose time it takes a tenth: they free no
+    objects.
     """
     gc.disable()
     try:
@@ -322,10 +333,11 @@ def collector_paused() -> Generator[None]:
 
 
 def leave(launch: LaunchPlace) -> None:
-    """End an error-free rank without a clean-up that can hang when ranks end apart.
+    """End a rank without errors at once, because Python's clean-up can hang if ranks end at
+    different times.
 
-    If another program has started MPI (mpirun, or srun with PMIx), the ordinary end is needed: it
-    takes a rank without MPI's finalizer for a failure, and kills the other ranks.
+    If another program has started MPI (mpirun, or srun with PMIx), the rank ends in the ordinary
+    way: that program takes a rank without MPI's finalizer for a failure, and kills the other ranks.
     """
     publish(os.environ)
     logging.shutdown()
@@ -338,7 +350,11 @@ def leave(launch: LaunchPlace) -> None:
 
 
 def _stopped_at_once(config: TrainConfig, worker: WorkerContext) -> str | None:
-    """Record that a run without a supervisor was stopped, not lost; return how to go on."""
+    """Record that a run without a supervisor was stopped, not lost.
+
+    Returns:
+        Words on how to go on; ``None`` if there is no checkpoint.
+    """
     code = 128 + worker.stop_requested()
     journal = Journal(Path(config.adapter_path) / EVENTS_FILE)
     journal.write(
@@ -356,8 +372,8 @@ def _train_as_rank(config: TrainConfig, launch: LaunchPlace, worker: WorkerConte
         leave_torch_out()
         from allhands.run.session import run_finetune
 
-    # If the lines of all ranks are shown, they come from the logs: there rank 0's console ends,
-    # too.
+    # If the lines of all ranks are shown, they come from the logs. Then rank 0's console is in its
+    # log, too.
     tagged = TAG_VARIABLE in os.environ
     console = _console(tagged) if launch.rank == 0 else None
     if console is not None:
@@ -381,9 +397,7 @@ def _train_as_rank(config: TrainConfig, launch: LaunchPlace, worker: WorkerConte
 
 
 def tell_troubles(directory: Path) -> None:
-    """Print a report's warning if training has made the model worse, because the end does not show
-    it.
-    """
+    """Print warnings if training has made the model worse; its other output does not show it."""
     # A supervisor does not need these imports, and starts sooner without them.
     from allhands.observe.judging import harm
     from allhands.observe.metrics.history import read_metrics
@@ -403,8 +417,8 @@ def _console(tagged: bool) -> Console:
 
 
 def share_cores(config: TrainConfig, launch: LaunchPlace) -> int | None:
-    """Divide this host's cores among its ranks, unless that is done already; return this rank's
-    number.
+    """Divide this host's cores among its ranks, unless that is done already; return the number of
+    this rank's cores, if it is known.
     """
     if launch.launcher == "allhands" or os.environ.get("OPENBLAS_NUM_THREADS"):
         return int(os.environ.get("ALLHANDS_CORES", 0)) or config.cores_per_rank

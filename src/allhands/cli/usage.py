@@ -10,7 +10,8 @@ from allhands.config.aliases import ALIKE, canonical_flag, instead_of_flag
 from allhands.config.problems import meant, to_do
 from allhands.errors import ConfigError, in_our_words
 
-# Words in the parser's messages, in all its versions; other messages are about the type of a value.
+# Codes for words in the parser's messages, in all its versions. All other messages are about the
+# type of a value.
 _ERROR_CODES = {
     "is not one of": "value-unknown",
     "must be greater": "value-out-of-range",
@@ -21,7 +22,7 @@ _ERROR_CODES = {
 
 
 def usage_error(error: Exception, words: Sequence[str], context: Any) -> ConfigError:
-    """Return the parser's ``error`` about the ``words`` of the verb of ``context`` as one of ours.
+    """Return our own error for the parser's ``error`` about ``words`` of the verb of ``context``.
 
     The parser's classes differ between its versions, so the attributes of the error are used.
     """
@@ -31,14 +32,14 @@ def usage_error(error: Exception, words: Sequence[str], context: Any) -> ConfigE
         return _bad_value(error)
     if hasattr(error, "possibilities"):
         flag = str(getattr(error, "option_name", ""))
-        # The parser takes "-iters" for several options of one letter each.
+        # The parser reads "-iters" as several options of one letter each.
         whole = next((word for word in words if word.startswith(flag)), flag)
         return _unknown_option(flag if flag.startswith("--") else whole, context)
     return _bad_use(str(getattr(error, "option_name", "")), context)
 
 
 def _unknown_option(flag: str, context: Any) -> ConfigError:
-    """Return the error of ``flag``, which the verb of ``context`` does not have."""
+    """Return the error for ``flag``, which the verb of ``context`` does not have."""
     verb = context.command_path.partition(" ")[2]
     flags = _flags_of(context)
     keys = {one.lstrip("-").replace("-", "_") for one in flags}
@@ -52,7 +53,7 @@ def _unknown_option(flag: str, context: Any) -> ConfigError:
 
 
 def unexpected_words(words: Sequence[str], context: Any) -> ConfigError:
-    """Return the error about words that belong to no option or argument."""
+    """Return the error for words that belong to no option or argument."""
     flags = _flags_of(context)
     hint = _near_flag(f"--{words[0]}", flags)
     takes = any(one.param_type_name == "argument" for one in context.command.params)
@@ -65,7 +66,7 @@ def unexpected_words(words: Sequence[str], context: Any) -> ConfigError:
 
 
 def _near_flag(flag: str, flags: Iterable[str]) -> str | None:
-    """Return a question with the most similar of ``flags``."""
+    """Return a question with the most similar of ``flags``; ``None`` if none is similar."""
     name = canonical_flag(flag.lstrip("-"))
     if len(name) < 2:
         return None
@@ -88,7 +89,7 @@ def _see_help(context: Any) -> str:
 
 
 def _name_of(parameter: Any) -> str:
-    """Return the longest flag, or the help's word for an argument."""
+    """Return the longest flag of an option, or the help's word for an argument."""
     if parameter.param_type_name == "option":
         return max(parameter.opts, key=len)
     return (parameter.metavar or parameter.name or "").strip("[].").upper()
@@ -117,7 +118,7 @@ def _bad_value(error: Any) -> ConfigError:
 
 
 def _bad_use(flag: str, context: Any) -> ConfigError:
-    """Return the error of an option without a value, or of a switch with a value."""
+    """Return the error for an option without a value, or for a switch with a value."""
     normal = f"--{canonical_flag(flag[2:])}" if flag.startswith("--") else flag
     parameter = next(
         one

@@ -15,7 +15,7 @@ from allhands.data.records import ColumnNames
 
 
 def _column(field: Field[str]) -> Parameter:
-    """Return the option that names the column of a part."""
+    """Return the option that names the column of a part of a row."""
     part = field.name.removesuffix("_feature").replace("_", " ")
     words = f"Column for the key '{part}'. [{field.default}]"
     option = Option(f"--{field.name.replace('_', '-')}", metavar="NAME", help=words)
@@ -27,7 +27,7 @@ def _column(field: Field[str]) -> Parameter:
 _COLUMNS = list(map(_column, fields(ColumnNames)))
 
 
-# Repeated rows that are dropped.
+# Kinds of repeated rows that are dropped.
 Dedupe = StrEnum("Dedupe", ["off", "exact", "near"])
 
 

@@ -78,7 +78,7 @@ _COMPARED = (
 
 
 def _said(name: str) -> str:
-    """Return the help text of ``allhands train`` for the option."""
+    """Return the help text of ``allhands train`` for the option ``name``."""
     return TrainConfig.model_fields[name].description or ""
 
 
