@@ -171,7 +171,7 @@ def prices_of(asked: AskedComputers, devices: Sequence[PlannedDevice], notes: li
             hint="give the power of a computer while it trains: --watts 60",
         )
     told = ", ".join(dict.fromkeys(f"{each.watts:g} for {each.name}" for each in devices))
-    notes.append(f"no --watts are given: taken are {told}, as such ones take while they train")
+    notes.append(f"no --watts are given: assumed during training are, in watts, {told}")
     return asked.prices
 
 
