@@ -89,7 +89,8 @@ def _needs(
             "a run measures which blocks each computer gets, so they are not known before",
             code="option-missing",
             where="--stages",
-            hint="give the split, for example --pp-split 20,12, and give the run the same (allhands plan proposes one)",
+            hint="give the split, for example --pp-split 20,12, and give the run the same"
+            " (allhands plan proposes one)",
         )
     stages = blocks_of_stages(split)
     found: dict[str, dict[str, list[str]]] = {}

@@ -47,7 +47,7 @@ class Optimizer(optim.Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         self._show = None
-        # What a property of MLX's own class does.
+        # MLX's own class does this when its property `state` is set.
         self._initialized, self._state = False, state
 
     @property

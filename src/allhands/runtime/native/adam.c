@@ -110,8 +110,8 @@ void allhands_squares(int count, const ptrdiff_t *sizes, const ptrdiff_t *starts
 
 // `arrays` has seven pointers for each array, kind by kind: gradients, weights, first moments, second moments, and the
 // places of the new weights and moments. `numbers` has factor, rate, both betas, 1 - beta for both (inexact if computed
-// from float32 betas), eps, and the factor of the roots. If only weights are `expected`, there are five pointers, without
-// the places of new moments.
+// from float32 betas), eps, and the factor of the roots. If only weights are `expected`, there are five pointers,
+// without the places of new moments.
 void allhands_adam(int expected, int count, const ptrdiff_t *sizes, const ptrdiff_t *starts, float *const *arrays,
                    const float *kept, const float numbers[8]) {
     const float *const *read = (const float *const *)arrays;

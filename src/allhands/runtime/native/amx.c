@@ -58,8 +58,8 @@ static inline void split(__m512 low, __m512 high, __m512i *pieces) {
     }
 }
 
-// Pack one tile of each piece, from up to 16 rows and 32 places of K, beginning at `row` and `k`. `pairs_down`: pairs of K
-// go down and rows across, as the unit wants its right factor; else rows go down.
+// Pack one tile of each piece, from up to 16 rows and 32 places of K, beginning at `row` and `k`. With `pairs_down`,
+// pairs of K go down and rows across, as the unit wants its right factor; else rows go down.
 static inline void pack_tile(const Side *side, int row, int k, int pairs_down, uint16_t *to) {
     __m512i lines[PIECES][16];
     int rows = side->rows - row, depth = side->depth - k;

@@ -154,7 +154,7 @@ static void cut(Product *p, int threads) {
             int size = parts_of(parts_of(p->a.rows, chunks), ROWS) * ROWS;
             int parts = parts_of(p->b.rows, width) * parts_of(p->a.rows, size);
             double cost = (double)parts_of(parts, threads) * width * (size + PACKING);
-            // Of cuts that cost the same the widest: it reads A least often.
+            // Among cuts of the same cost, take the widest: it reads A least often.
             if (least_cost < 0.0 || cost <= least_cost) {
                 least_cost = cost;
                 p->width = width;

@@ -15,9 +15,10 @@ enum { ROW_MAJOR = 101, NO_TRANS = 111, TRANS = 112 };
 static sgemm_t other; // OpenBLAS, for small products and for other processors
 
 #ifdef ALLHANDS_WIDE
-// Whether a way is faster than OpenBLAS. The number of threads does not decide: that would change the last bits of a run
-// with it. Measured in more than 500 sizes: the unit on Sapphire Rapids, by 1.2 to 1.7 times on one thread and by 0.8 to
-// 1.5 on two, which share what it needs; AVX-512 on Zen 5, by 0.9 to 1.6 on one and 0.8 to 2 on two.
+// Returns whether a way is faster than OpenBLAS for these sizes. The number of threads is not considered: otherwise a
+// run with more or fewer threads would get other last bits. Speed relative to OpenBLAS, measured in more than 500
+// sizes: the matrix unit on Sapphire Rapids is 1.2 to 1.7 times as fast on one thread, and 0.8 to 1.5 times on two,
+// which share what the unit needs; AVX-512 on Zen 5 is 0.9 to 1.6 times as fast on one, and 0.8 to 2 times on two.
 static int worth_it(int way, int m, int n, int k) {
     if ((double)m * n * k < 1 << 20)
         return 0;
@@ -96,9 +97,10 @@ static void multiply_slice(void *argument, int part, int thread) {
           b, s->ldb, s->beta, s->c + (s->down ? from * s->ldc : from), s->ldc);
 }
 
-// OpenBLAS on this pool's threads: its own would wait, spinning, on the cores that these need. Its AVX2 kernels add up an
-// element in an order that depends on where it stands in a product, so the sizes alone decide how a product is cut: with
-// another number of threads, the bits are the same. Parts are large enough for OpenBLAS to be as fast as on the whole.
+// Compute a product by OpenBLAS on this pool's threads. OpenBLAS's own threads would spin while they wait, on cores
+// that this pool needs. Its AVX2 kernels add up an element in an order that depends on the element's place in the
+// product. So the sizes alone decide how a product is cut: with another number of threads, the bits are the same. Parts
+// are so large that OpenBLAS is as fast on them as on the whole product.
 static void other_sgemm(Slices *s) {
     int longest = s->m > s->n ? s->m : s->n, parts = 1;
     while (parts < 16 && longest >= 2 * parts * 64 && (double)s->m * s->n * s->k >= 2 * parts * (double)(1 << 21))
@@ -157,11 +159,11 @@ void allhands_decode(const uint8_t *codes, const float *scales, const float *bia
     pool_run(decode_line, &all, sizes[0]);
 }
 
-// Multiply x by a weight that is kept as (rows, columns) of codes. Groups go along the columns; their size is a power of
-// two, 16 or more. Without `back`: x (m, columns) times the transposed weight, y (m, rows). With `back`: x (m, rows)
-// times the weight, y (m, columns). The codes may be some rows of a larger weight: then a line with a value for each row
-// (of y, or of x with `back`) has a stride of sizes[3]. `sizes`: rows, columns, values of a group, this stride. With
-// `add` the product is added to y. Returns 0 if there is too little memory.
+// Multiply x by a weight that is kept as (rows, columns) of codes. Groups go along the columns; their size is a power
+// of two, 16 or more. Without `back`: x (m, columns) times the transposed weight, y (m, rows). With `back`: x (m, rows)
+// times the weight, y (m, columns). The codes may be some rows of a larger weight: then a line with a value for each
+// row (of y, or of x with `back`) has a stride of sizes[3]. `sizes`: rows, columns, values of a group, this stride.
+// With `add` the product is added to y. Returns 0 if there is too little memory.
 int allhands_coded_product(const float *x, int m, const uint8_t *codes, const float *scales, const float *biases,
                            const int sizes[4], int back, int add, float *y) {
     int rows = sizes[0], columns = sizes[1], group = sizes[2];

@@ -1,4 +1,5 @@
-// What a transformer's block computes beside its products, in one pass each, on all threads.
+// Operations of a transformer's block other than matrix products: norm, gated unit and attention. Each takes one pass
+// over its data, on all threads.
 
 #include "pool.h"
 #include "vectors.h"
@@ -60,7 +61,8 @@ static void norm_rows_back(void *argument, int part, int thread) {
     }
 }
 
-// The gradient in COLUMNS weights: always added up in the same order, and in blocks, which keeps roundings few.
+// Compute the gradient of COLUMNS weights. Rows are added up always in the same order, and in blocks of BLOCK, so that
+// the rounding error stays small.
 static void norm_columns_back(void *argument, int part, int thread) {
     (void)thread;
     const Norm *n = argument;
@@ -82,13 +84,14 @@ static void norm_columns_back(void *argument, int part, int thread) {
         n->in_weight[first + i] = total[i];
 }
 
-// (rows, width) -> x / sqrt(mean(x^2) + eps) * weight.
+// Compute x / sqrt(mean(x^2) + eps) * weight for each row of x (rows, width).
 void allhands_norm(const float *x, const float *weight, float eps, float *out, int rows, int width) {
     Norm n = {x, weight, NULL, out, NULL, NULL, eps, rows, width};
     pool_run(norm_rows, &n, (rows + ROWS - 1) / ROWS);
 }
 
-// Its gradient in x, and in the weight unless in_weight is NULL. Returns 0 if there is no memory for it.
+// Compute the norm's gradient of x into `out`, and of the weight into `in_weight` unless that is NULL. Returns 1, or 0
+// if there is too little memory.
 int allhands_norm_back(const float *x, const float *weight, const float *cotangent, float eps, float *out,
                        float *in_weight, int rows, int width) {
     float *factors = in_weight ? malloc((size_t)rows * sizeof(float)) : NULL;
@@ -144,12 +147,13 @@ static void gated_chunk(void *argument, int part, int thread) {
         memcpy(g->second + i, buffer[4], bytes);
 }
 
+// Compute silu(gate) * up for `count` values.
 void allhands_gated(const float *gate, const float *up, float *out, ptrdiff_t count) {
     Gated g = {gate, up, NULL, out, NULL, count};
     pool_run(gated_chunk, &g, (int)((count + CHUNK - 1) / CHUNK));
 }
 
-// Its gradients in gate and up.
+// Compute the gradients of gate and up into `in_gate` and `in_up`.
 void allhands_gated_back(const float *gate, const float *up, const float *cotangent, float *in_gate, float *in_up,
                          ptrdiff_t count) {
     Gated g = {gate, up, cotangent, in_gate, in_up, count};
@@ -159,17 +163,18 @@ void allhands_gated_back(const float *gate, const float *up, const float *cotang
 // --- causal attention with rotary embedding --------------------------------------------------------------------------
 
 typedef struct {
-    const float *q, *k, *v, *cosines, *sines, *cotangent; // (B, T, heads * D), (T, D / 2); q: (B, T - before, ...)
+    const float *q, *k, *v, *cosines, *sines, *cotangent; // k, v: (B, T, heads * D); cosines, sines: (T, D / 2)
     float *out, *in_q, *in_k, *in_v;
     float *scratch;
-    size_t per_thread; // of scratch, in floats
+    size_t per_thread; // floats of scratch for each thread
     float scale;
-    int length, heads, kv_heads, width; // T and D
-    int before;                         // places whose queries others compute: those of q are the places after them
-    const int *starts; // (B, T - before): the first place that each sees; NULL if all see the first one
+    int length, heads, kv_heads, width; // length: T; width: D
+    int before;                         // the number of first places that have keys, but no queries: q has T - before
+    const int *starts; // (B, T - before): the first place that each query sees; NULL if each sees from place 0 on
 } Attention;
 
-// c (+)= a b for (m, k), (k, n) of any strides in a; n is a multiple of WIDTH.
+// Compute one tile of c = a b, or of c += a b with `add`: `rows` rows and `vectors` vectors of WIDTH columns. `row` and
+// `column` are the strides of a, in floats.
 static inline __attribute__((always_inline)) void product_tile(int rows, int vectors, int k, const float *a,
                                                                ptrdiff_t row, ptrdiff_t column, const float *b,
                                                                ptrdiff_t b_row, float *c, ptrdiff_t c_row, int add) {
@@ -192,6 +197,7 @@ static inline __attribute__((always_inline)) void product_tile(int rows, int vec
             store(c + i * c_row + j * WIDTH, sums[i][j]);
 }
 
+// Compute c (m, n) = a b, or c += a b with `add`, for a (m, k) with any strides and b (k, n). n is a multiple of WIDTH.
 static void product(int m, int n, int k, const float *a, ptrdiff_t row, ptrdiff_t column, const float *b,
                     ptrdiff_t b_row, float *c, ptrdiff_t c_row, int add) {
     for (int j = 0; j < n;) {
@@ -214,7 +220,7 @@ static void product(int m, int n, int k, const float *a, ptrdiff_t row, ptrdiff_
     }
 }
 
-// Turn pairs (i, i + D / 2) of `from` by the place's angle, or back if `sign` is -1.
+// Multiply `from` by `factor` and turn its pairs (i, i + D / 2) by the place's angle, or back if `sign` is -1.
 static void turn(const Attention *a, int place, float sign, float factor, const float *from, float *to) {
     int half = a->width / 2;
     const float *c = a->cosines + (ptrdiff_t)place * half, *s = a->sines + (ptrdiff_t)place * half;
@@ -225,7 +231,8 @@ static void turn(const Attention *a, int place, float sign, float factor, const 
     }
 }
 
-// Row `place` of scores becomes probabilities over the places from `start` up to it, zeros elsewhere up to `count`.
+// Turn the scores of the query at `place` into probabilities of the places from `start` to `place`, and into zeros for
+// the other ones of `count` places.
 static void softmax_row(float *scores, int start, int place, int count) {
     for (int i = 0; i < start; i++)
         scores[i] = -INFINITY;
@@ -240,7 +247,7 @@ static void softmax_row(float *scores, int start, int place, int count) {
     vec total = all(0.0f);
     for (int i = 0; i < count; i += WIDTH) {
         vec x = load(scores + i);
-        // What is masked is not a number above e^-87 of the others, but nothing.
+        // A masked place gets exactly 0: exponential() itself returns no less than about e^-87.
         vec e = choose(x == -INFINITY, all(0.0f), exponential(x - top));
         total += e;
         store(scores + i, e);
@@ -252,7 +259,7 @@ static void softmax_row(float *scores, int start, int place, int count) {
 
 typedef struct {
     float *keys, *keys_across, *values_across, *queries, *scores, *grads, *in_keys, *in_values;
-    int across; // length of a row that goes across places
+    int across; // floats of a row that goes across places: the length, padded to a multiple of WIDTH
 } Room;
 
 static size_t room_floats(const Attention *a) {
@@ -273,6 +280,7 @@ static Room room_of(const Attention *a, int thread) {
     return r;
 }
 
+// Transpose (length, width) into rows of `to_row` floats, filled up with zeros.
 static void across(const float *from, ptrdiff_t row, int length, int width, float *to, int to_row) {
     for (int i = 0; i < width; i++) {
         for (int t = 0; t < length; t++)
@@ -282,7 +290,8 @@ static void across(const float *from, ptrdiff_t row, int length, int width, floa
     }
 }
 
-// Probabilities of `rows` places from `first` on; their turned and scaled queries are left in the room.
+// Compute the probabilities of `rows` queries from place `first` on into the room's scores. The turned and scaled
+// queries stay in the room, for the gradients.
 static void probabilities(const Attention *a, const Room *r, const float *q, int batch, int first, int rows, int count) {
     const int *starts = a->starts ? a->starts + (ptrdiff_t)batch * (a->length - a->before) - a->before : NULL;
     ptrdiff_t row = (ptrdiff_t)a->heads * a->width;
@@ -300,7 +309,8 @@ static void turn_keys(const Attention *a, const Room *r, const float *k) {
     across(r->keys, a->width, a->length, a->width, r->keys_across, r->across);
 }
 
-// Where the queries of a head would begin if they were those of all places: what is before them is not looked at.
+// Returns the offset of place 0 in the queries of a head. q begins at place `before`, so the places before it may lie
+// outside of q: they are not read.
 static ptrdiff_t start_of(const Attention *a, int batch, int head) {
     ptrdiff_t row = (ptrdiff_t)a->heads * a->width;
     return ((ptrdiff_t)batch * (a->length - a->before) - a->before) * row + head * a->width;
@@ -364,9 +374,10 @@ static void attend_back(void *argument, int part, int thread) {
     }
 }
 
-// `sizes`: batch, length, heads, heads of keys and values, width of a head (a multiple of WIDTH), `before`. With a
-// cotangent the gradients in q, k and v are written, else `out`. `before` and `starts`: as in Attention. 0 if there is
-// no memory for it.
+// Compute the attention, or its gradients. `inputs`: q, k, v, cosines, sines, cotangent. `outputs`: out, and the
+// gradients of q, k and v. If the cotangent is NULL, `out` is written, else the gradients are. `sizes`: batch, length,
+// heads, heads of keys and values, width of a head (a multiple of WIDTH), `before`. `before` and `starts`: as in
+// Attention. Returns 1, or 0 if there is too little memory.
 int allhands_attention(const float *const inputs[6], float *const outputs[4], float scale, const int sizes[6],
                        const int *starts) {
     Attention a = {.q = inputs[0], .k = inputs[1], .v = inputs[2], .cosines = inputs[3], .sines = inputs[4],

@@ -130,8 +130,8 @@ void allhands_pack(int bits, ptrdiff_t groups, const float *row, uint32_t *words
 }
 
 // The sum, in the order of the processes, of the numbers that each process has packed. The words of a process begin
-// `stride` words after those of the one before. `left` gets the rounding errors of `row`, which process `mine` has packed;
-// nothing if `mine` is -1.
+// `stride` words after those of the one before. `left` gets the rounding errors of `row`, which process `mine` has
+// packed; it gets nothing if `mine` is -1.
 void allhands_unpack(int bits, ptrdiff_t groups, int ranks, ptrdiff_t stride, const uint32_t *words, int mine,
                      const float *row, float *total, float *left) {
     Packed p = {.bits = bits, .ranks = ranks, .mine = mine, .groups = groups, .stride = stride, .row = row,

@@ -20,8 +20,8 @@ static struct {
     void (*work)(void *, int, int);
     void *argument;
     atomic_int left; // parts that are not done
-    // Number of the job (24 bits), number of its parts (20), and the next part to be taken (20), in one word. So a thread
-    // that wakes late takes no part of a job that is over, and nobody has to wait for it.
+    // In one word: the number of the job (24 bits), the number of its parts (20), and the next part to be taken (20).
+    // So a thread that wakes late takes no part of the next job by mistake, and nobody has to wait for that thread.
     _Atomic uint64_t ticket;
     _Atomic uint32_t number; // of the job
     atomic_int sleeping;

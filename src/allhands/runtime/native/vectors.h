@@ -1,4 +1,5 @@
-// Sixteen float32 at a time, in the compiler's own notation: any processor has them, in one register or several.
+// Vectors of sixteen float32, in the compiler's own notation. Each processor can compute with them, in one register or
+// in several.
 
 #ifndef ALLHANDS_VECTORS_H
 #define ALLHANDS_VECTORS_H
@@ -38,11 +39,12 @@ static inline float largest(vec x) {
     return most;
 }
 
-// e^x within 2e-7 of it, relative, from -87 to 88; below and above, the values there. nan stays nan.
+// Compute e^x with a relative error of at most 2e-7 for x from -87 to 88. A lower x gives e^-87, a higher one e^88. nan
+// stays nan.
 static inline vec exponential(vec x) {
     x = choose(x < -87.0f, all(-87.0f), x);
     x = choose(x > 88.0f, all(88.0f), x);
-    // x = n ln 2 + r; adding and taking away 1.5 * 2^23 rounds to whole numbers.
+    // x = n ln 2 + r. Adding 1.5 * 2^23 and subtracting it again rounds to whole numbers.
     vec n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
     vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
     vec p = all(1.9875691500e-4f);
