@@ -149,7 +149,7 @@ def _plain_loss(model: Any, caches: Caches, *batch: mx.array) -> mx.array:
 
 
 def _rows(parts: SplitModel, caches: Caches, *batch: mx.array) -> mx.array:
-    """(N, D) hidden states at the trained places."""
+    """Return the hidden states at the trained places, (N, D)."""
     inputs, positions, targets, *documents = batch
     hidden = parts.body(inputs, **caches(parts.num_layers, inputs, *documents))
     return rows_at(hidden.reshape(-1, hidden.shape[-1]), positions, targets)

@@ -94,7 +94,7 @@ def linear_cross_entropy(
 
 
 def _scaled(gradient: mx.array, factor: mx.array, dtype: mx.Dtype) -> mx.array:
-    """``gradient * factor`` in ``dtype``, for a float32 scalar."""
+    """Return ``gradient * factor`` in ``dtype``; ``factor`` is a float32 scalar."""
     if gradient.dtype == dtype and kernels.available() and kernels.suits(gradient):
         return kernels.scale(gradient, factor)
     return (gradient * factor).astype(dtype)
@@ -143,7 +143,7 @@ def eager_linear_cross_entropy(
 
 
 def _add_product(total: mx.array, x: mx.array, y: mx.array) -> mx.array:
-    """``total + x.T @ y``."""
+    """Return ``total + x.T @ y``."""
     return total + x.T @ y
 
 

@@ -185,7 +185,7 @@ class MeshWay:
     def told(
         self, memory: Memory, by_rank: Sequence[int], buckets: int, step_s: float, sent_bytes: int
     ) -> Way:
-        """Return the way.
+        """Return the way as an entry of the plan's table.
 
         Args:
             memory: arrays of the rank with the most bytes.

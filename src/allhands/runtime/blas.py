@@ -118,7 +118,7 @@ def preload_blas() -> BlasStatus:
 
 
 def _held_back(found: ctypes.CDLL | str, way: int) -> str | None:
-    """Return :attr:`BlasStatus.held_back`.
+    """Return the text of :attr:`BlasStatus.held_back`: a fault that slows products, and its remedy.
 
     Args:
         found: the native library, or the reason why there is none.

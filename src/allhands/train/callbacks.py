@@ -129,7 +129,7 @@ def _hook_of(callback: Callback, model: Any) -> GradientHook | None:
 
 
 def _like(gradients: Any, found: Any) -> Any:
-    """The gradients that a callback returned, in the order and types of ``gradients``.
+    """Return a callback's gradients, ``found``, in the order and types of ``gradients``.
 
     Raises:
         ConfigError: they have other names or shapes.

@@ -274,7 +274,7 @@ class UpdatePieces:
         mx.async_eval(self._pieces[first : self._begun])
 
     def finish(self) -> None:
-        """Compute the other parts."""
+        """Compute all parts that are not computed yet, and forget them."""
         while self._begun < len(self._pieces):
             mx.eval(self._pieces[self._computed])
             self._computed += 1

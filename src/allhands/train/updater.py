@@ -93,7 +93,7 @@ class Updater(ABC):
 
     @abstractmethod
     def _update(self, reduced: Reduced) -> Updated:
-        """Take the update."""
+        """Take the update; each kind of updater has its own way."""
 
     def expected(self, reduced: Reduced, part: bool, last_norm: float) -> Any:
         """Return the tree of trained weights that this update would make; nothing changes.
@@ -159,7 +159,7 @@ class Updater(ABC):
         return tree_map(lambda x: x, self._optimizer.state)
 
     def _take(self, state: Any) -> None:
-        """The reverse of :meth:`_state`."""
+        """Give the optimizer a state from :meth:`_state`."""
         self._optimizer.state = state
 
     @contextmanager
