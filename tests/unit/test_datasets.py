@@ -271,7 +271,9 @@ def test_validation_examples_that_are_trained_on_are_counted(
     folder = write(tmp_path / "data", *words[:3])
     write(folder, *words[3 - shared : 6 - shared], name="valid")
     flags = {"model": str(tiny_model), "data": str(folder), "train": True, "batch_size": 1}
-    notes = load_data(build_config(flags)).notes
+    data = load_data(build_config(flags))
+    notes = data.notes
+    assert data.seen == pytest.approx(shared / 3)
     assert any(note.startswith(f"{shared} of 3 validation") for note in notes) == (shared > 0)
     # Only what is held out is said to be: half of six examples.
     assert any(note.startswith("3 of 6 examples") for note in notes) == (shared == 0)

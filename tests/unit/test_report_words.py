@@ -145,6 +145,20 @@ def test_still_falling_without_validation_is_told_with_the_doubt() -> None:
     assert {one.level for one in found} == {"note"}
 
 
+@pytest.mark.parametrize(
+    ("seen", "advised"), [(0.0, True), (0.4, True), (0.5, False), (1.0, False)]
+)
+@pytest.mark.parametrize("valid", [learning(1.5, 150), learning(2.0, 10)])
+def test_losses_of_examples_that_are_trained_on_are_no_evidence(
+    valid: Callable[[float], float], seen: float, advised: bool
+) -> None:
+    """Neither that more steps would help, nor that the model does not overfit."""
+    train = curve(learning(1.5, 150), steps=300, every=5, first=5)
+    found = judge(train, curve(valid, steps=300, every=20, first=0), Course(seen=seen))
+    assert (found[0].level in ("warning", "good")) == advised
+    assert ("validation" in {one.kind for one in found}) == (not advised)
+
+
 def test_a_loss_hardly_below_its_start_is_underfitting() -> None:
     (found,) = judged(lambda step: 4 - 0.04 * step / 300, lambda step: 4.0)
     assert (found.kind, found.level) == ("underfitting", "warning")

@@ -32,6 +32,7 @@ class Course:
         vocabulary: number of tokens of the vocabulary; ``None``: unknown.
         is_over: True if the run has ended in any way; else its end is not judged.
         rate: the highest learning rate; ``None``: unknown.
+        seen: share of the validation examples that the model is trained on, too.
     """
 
     norms: Curve = field(default_factory=lambda: Curve.of([]))
@@ -40,6 +41,7 @@ class Course:
     vocabulary: int | None = None
     is_over: bool = True
     rate: float | None = None
+    seen: float = 0.0
 
     @property
     def at_the_end(self) -> str:

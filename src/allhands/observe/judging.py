@@ -31,6 +31,9 @@ FAR_ABOVE = (
 GUESS = 0.97  # of ln(vocabulary): a loss above this is no better than guessing among all tokens
 BURST = 10.0  # times the gradient norms of the first tenth: above this norms have exploded
 FEW_SKIPPED, MANY_SKIPPED = 0.02, 0.2  # of all steps
+MOST_SEEN = (
+    0.5  # of the validation examples: if more are trained on, too, their loss is no evidence
+)
 GRAVE = 1.75  # times the slope that is sure: only a steeper one is called "diverging"
 
 _UNKNOWN = Course()
@@ -60,6 +63,7 @@ def judge_run(history: RunHistory, *, is_over: bool | None = None) -> list[Judge
             (one.learning_rate for one in history.train if isfinite(one.learning_rate)),
             default=None,
         ),
+        seen=history.started.seen if history.started else 0.0,
     )
     return judge(train, valid, course)
 
@@ -94,6 +98,9 @@ def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgeme
             _too_short(len(train), course),
             *missing,
         ]
+    if course.seen >= MOST_SEEN:
+        # Losses of examples that are trained on: they show no overfitting, and fall with the others.
+        valid = Curve.of([])
     over = list(_overfitting(train, valid, course))
     if _is_bad(ruined):
         # A loss that has jumped is judged neither as fitting nor as underfitting.
@@ -123,6 +130,12 @@ def _unvalidated(valid: Curve, course: Course) -> Iterator[Judgement]:
             "note",
             "There is no validation loss, so overfitting cannot be seen: it needs a valid.jsonl, and --val-batches.",
         )
+    elif course.seen >= MOST_SEEN:
+        text = f"The model is trained on {course.seen:.0%} of the validation examples, too, so the validation loss "
+        text += (
+            "cannot show overfitting: take examples for valid.jsonl that are not in train.jsonl."
+        )
+        yield Judgement("validation", "note", text)
     elif valid.steps[-1] == 0:
         text = f"Validated only before the first step ({valid.losses[0]:.3f}): whether training helps is not known yet."
         yield Judgement(
@@ -441,10 +454,10 @@ def _underfitting(train: Curve, valid: Curve, course: Course) -> Iterator[Judgem
         text = f"Underfitting: over the last third {text} Both still fall: more steps would help."
         yield Judgement("underfitting", "warning", text)
     elif len(known) < 2:
-        text = f"Still learning at the end: over the last third {text} Whether more steps would help cannot be said "
-        yield Judgement(
-            "underfitting", "note", f"{text}without two validations there: lower --steps-per-eval."
-        )
+        text = f"Still learning at the end: over the last third {text} Whether more steps would help cannot be said"
+        if course.seen < MOST_SEEN:
+            text += " without two validations there: lower --steps-per-eval"
+        yield Judgement("underfitting", "note", f"{text}.")
 
 
 def _unlearning(train: Curve, valid: Curve, course: Course) -> Judgement:

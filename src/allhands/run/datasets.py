@@ -72,6 +72,7 @@ class Datasets:
             no date.
         template: the chat template that was chosen in place of the model's own.
         stop_tokens: tokens that end answers but at which the model does not stop by itself.
+        seen: share of the validation examples that are trained on, too.
     """
 
     stored: dict[str, StoredTokens]
@@ -80,6 +81,7 @@ class Datasets:
     dated: datetime | None = None
     template: str | None = None
     stop_tokens: tuple[str, ...] = ()
+    seen: float = 0.0
 
     @property
     def train(self) -> Windows | None:
@@ -161,7 +163,8 @@ def open_data(
                 patience_s=0.0 if leads else PATIENCE_S,
             )
         notes += [f"{split}: {note}" for note in source.notes()]
-    notes += _notes(config, stored)
+    shared = _shared(stored) if config.train else 0
+    notes += _notes(config, stored, shared)
     _check_chat_template(config, stored)
     stops = _stop_tokens(tokenizer.tokenizer, stored)
     if stops and config.train:
@@ -172,7 +175,13 @@ def open_data(
     packs = partial(PackedRows, block=config.max_seq_length, isolate=config.isolate_documents)
     dated = rendering.moment if asks_date(tokenizer.tokenizer) else None
     return Datasets(
-        stored, packs if config.packing else None, tuple(notes), dated, tokenizer.template, stops
+        stored,
+        packs if config.packing else None,
+        tuple(notes),
+        dated,
+        tokenizer.template,
+        stops,
+        seen=shared / len(stored["valid"].tokens) if shared else 0.0,
     )
 
 
@@ -380,7 +389,7 @@ def _builder(
     return build
 
 
-def _notes(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> Iterator[str]:
+def _notes(config: TrainConfig, stored: Mapping[str, StoredTokens], shared: int) -> Iterator[str]:
     """Yield notes for the user on each split, and on the splits compared with each other."""
     for split, one in stored.items():
         yield from _data_notes(split, one, config)
@@ -390,7 +399,6 @@ def _notes(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> Iterator[
     trained, held = (
         _count(stored[split], config) if split in stored else 0 for split in ("train", "valid")
     )
-    shared = _shared(tokens, stored["valid"].tokens) if "valid" in stored else 0
     if shared:
         yield (
             f"{shared:,} of {len(stored['valid'].tokens):,} validation examples are trained on, too: their loss "
@@ -411,11 +419,14 @@ def _count(stored: StoredTokens, config: TrainConfig) -> int:
     return max(stored.report.num_examples, rows)
 
 
-def _shared(trained: TokenSet, held: TokenSet) -> int:
+def _shared(stored: Mapping[str, StoredTokens]) -> int:
     """Return the number of validation examples that are also trained on.
 
     Large data are not compared, because it would take long: then 0.
     """
+    if not {"train", "valid"} <= stored.keys():
+        return 0
+    trained, held = stored["train"].tokens, stored["valid"].tokens
     if len(trained.tokens) + len(held.tokens) > _LOOKED_AT:
         return 0
     known = {trained.tokens[a:b].tobytes() for a, b in pairwise(trained.offsets)}

@@ -93,6 +93,7 @@ class Outputs:
             iteration=state.iteration,
             total_iterations=max(total, state.iteration),
             grad_accumulation_steps=config.grad_accumulation_steps,
+            seen=ready.data.seen,
         )
 
     @contextmanager

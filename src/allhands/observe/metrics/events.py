@@ -48,6 +48,7 @@ class RunStarted:
         iteration: iterations done before this start.
         total_iterations: iterations of the whole run.
         grad_accumulation_steps: iterations of a step.
+        seen: share of the validation examples that are trained on, too.
     """
 
     name: str
@@ -74,6 +75,7 @@ class RunStarted:
     iteration: int | None = None
     total_iterations: int | None = None
     grad_accumulation_steps: int = 1
+    seen: float = 0.0
 
 
 @dataclass(frozen=True)
