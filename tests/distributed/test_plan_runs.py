@@ -89,6 +89,7 @@ def test_each_way_takes_the_memory_that_was_planned(place: Path, found: dict[str
         ("--grad-accumulation-steps", "2", "--batch-size", "32"),
         ("--optimizer", "muon", "--shape", "qwen3"),
         ("--sample-prompts", '["word1 word2"]', "--sample-every", "5"),
+        ("--compile", "on"),
     ],
 )
 def test_memory_of_other_trainings_is_as_planned(place: Path, more: tuple[str, ...]) -> None:

@@ -352,6 +352,23 @@ def test_what_steps_needed_beyond_what_was_computed_is_in_every_line() -> None:
     assert not look_ahead(job(usable_bytes=seen - 1, needed_bytes=seen)).memory[0].fits
 
 
+def test_compiled_steps_of_a_cpu_need_what_was_measured() -> None:
+    """Where ranks update a part of the weights, they hold a part of what was not computed."""
+    cpu = {"present_bytes": 150_000_000, "kind": "cpu", "numbers": (1, 2)}
+    computed = {way.name: way.rank_bytes for way in look_ahead(job(**cpu, compiled=True)).memory}
+    more = 8_000_000_000
+    seen = computed["as it is"] + more
+    found = {
+        way.name: way.rank_bytes
+        for way in look_ahead(job(**cpu, compiled=True, needed_bytes=seen)).memory
+    }
+    assert found["as it is"] == seen
+    assert found["data parallel"] == computed["data parallel"] + more
+    assert found["optimizer divided"] == computed["optimizer divided"] + more / 2
+    native = {way.name for way in look_ahead(job(**cpu)).memory}
+    assert native == computed.keys() - {"optimizer divided"}
+
+
 def test_processes_of_one_computer_share_its_memory_and_its_price() -> None:
     apart, together = (
         look_ahead(job(numbers=(1, 2))),

@@ -150,8 +150,7 @@ class _Facts:
                     f"the time and the memory with {flags_of(config)}"
                 )
         elif self._most_ranks() > 1:
-            native = not self.devices and detect().runs_natively(config.compile)
-            require_fit(config, TrainingNeeds(config.optimizer, native))
+            require_fit(config, TrainingNeeds(config.optimizer, self._native))
         self.measured: Calibration | None = None
         self.as_one_of = config
         if not self.devices:
@@ -206,6 +205,7 @@ class _Facts:
             wants_stages=config.strategy == "pipeline",
             asked=config if asks(config) else None,
             backend=self._known_backend,
+            compiled=self.kind == "cpu" and not self.devices and not self._native,
         )
         return self._with_small_passes(self._with_measured(job))
 
@@ -214,8 +214,8 @@ class _Facts:
         measured = self.measured
         if measured is None:
             return job
-        needed = measured.peak_bytes if self.kind == "cuda" else 0
-        if needed and job.blocks is not None and job.work is not None:
+        needed = measured.peak_bytes if self.kind == "cuda" or job.compiled else 0
+        if needed and not job.compiled and job.blocks is not None and job.work is not None:
             most = format_bytes(
                 limit_for(max(needed, on_gpu(job.blocks, job.work).arrays), device_memory())
             )
@@ -232,6 +232,11 @@ class _Facts:
             needed_bytes=needed,
             doubt=measured.doubt,
         )
+
+    @property
+    def _native(self) -> bool:
+        """True if this computer's CPU trains with native operations, which are not compiled."""
+        return not self.devices and detect().runs_natively(self.config.compile)
 
     @cached_property
     def _known_backend(self) -> str:

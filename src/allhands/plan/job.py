@@ -11,7 +11,7 @@ from allhands.plan.computers import Computer
 from allhands.plan.dividing import Dividing
 from allhands.plan.links import ExchangeTimes
 from allhands.plan.speed import StepModel
-from allhands.run.training_memory import BACKEND_BYTES, DecoderShape, Memory, Work
+from allhands.run.training_memory import BACKEND_BYTES, DecoderShape, Memory, Work, of_process
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ class Job:
         of: function that returns the memory of a rank's arrays, by blocks and work.
         batch_rows: rows of a batch, which cannot be cut further; 0 if not known.
         present_bytes: bytes of a process on a CPU besides the arrays of its training; 0 on a GPU.
-        needed_bytes: measured need of steps of ``work`` on a GPU; 0 if none were made.
+        needed_bytes: measured need of steps of ``work`` on a GPU, or of a process on a CPU if MLX
+            compiles its passes; 0 if none were made.
         quantised: True if the weights are quantised.
         once: True if the training is needed only once.
         together: True if the ranks are processes of one computer, with one price.
@@ -113,6 +114,7 @@ class Job:
         wants_stages: True if pipelines are planned even if one computer is enough.
         asked: the training's options, if they ask for a way of dividing the model or its rows.
         backend: the back-end, if it is known; empty: that of the link.
+        compiled: True if MLX compiles the passes on a CPU, which then has no native operations.
     """
 
     steps: int
@@ -151,6 +153,7 @@ class Job:
     wants_stages: bool = False
     asked: TrainConfig | None = None
     backend: str = ""
+    compiled: bool = False
 
     @property
     def fetched_s(self) -> float:
@@ -183,6 +186,10 @@ class Job:
         return BACKEND_BYTES.get(
             self.backend or getattr(self.link, "name", ""), BACKEND_BYTES["ring"]
         )
+
+    def of_rank(self, memory: Memory) -> int:
+        """Return the bytes of a rank with these arrays: of the whole process on a CPU."""
+        return of_process(memory, self.present_bytes, 0) if self.present_bytes else memory.arrays
 
     def start_of(self, ranks: int) -> float:
         """Return the seconds until the first step of ``ranks`` ranks, interpolated from

@@ -38,7 +38,7 @@ from allhands.plan.strategies import (
     cheapest,
     those_told,
 )
-from allhands.run.training_memory import DecoderShape, of_process
+from allhands.run.training_memory import DecoderShape
 
 _FOUR = 4  # number of batches whose gradients are exchanged as one
 _MOST = 1024  # most computers for which a step is predicted
@@ -358,7 +358,7 @@ class _Planner:
             quantised=job.quantised,
             bucket_bytes=held.bucket_bytes,
             together=job.together,
-            divides=not job.present_bytes,
+            divides=not job.present_bytes or job.compiled,
             scatters=job.step.overlapped,
             rounds=job.rounds,
         )
@@ -369,15 +369,14 @@ class _Planner:
         job = self.job
         # A measured need beyond the computed one is added to every other way, too. A smaller
         # measured need proves nothing: the measured steps may not have met the largest batch.
-        more = max(0, job.needed_bytes - job.of(blocks, work).arrays)
+        seen = job.of(blocks, work)
+        more = max(0, job.needed_bytes - job.of_rank(seen))
 
         def needed(memory: Memory, ranks: int) -> int:
-            if not job.present_bytes:
-                return memory.arrays + more
-            # On a CPU the whole process counts.
-            return of_process(memory, job.present_bytes, 0) + (
-                job.backend_bytes if ranks > 1 else 0
-            )
+            backend = job.backend_bytes if job.present_bytes and ranks > 1 else 0
+            # Compiled steps of a CPU hold old and new values of what a rank updates.
+            part = memory.optimizer / seen.optimizer if job.compiled and seen.optimizer else 1.0
+            return job.of_rank(memory) + int(part * more) + backend
 
         rows = job.batch_rows
         # No rank gets a part of a row.
