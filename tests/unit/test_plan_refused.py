@@ -62,6 +62,24 @@ def test_a_strategy_that_training_refuses_is_not_planned(
     assert "--compile on" in plan.stderr
 
 
+@pytest.mark.parametrize(
+    ("more", "code", "told"),
+    [
+        (("--resume-adapter-file", "none/adapters.safetensors"), 4, "none/adapters.safetensors"),
+        (("--warmup-steps", "9"), 2, "--warmup-steps"),
+        (("--warmup-steps", "8"), 0, ""),
+        (("-c", "schedule.yaml"), 2, "--lr-schedule"),
+    ],
+)
+def test_files_and_schedules_that_training_refuses_are_not_planned(
+    tmp_path: Path, tiny_model: Path, more: tuple[str, ...], code: int, told: str
+) -> None:
+    schedule = {"name": "cosine_decay", "arguments": [1e-5]}
+    (tmp_path / "schedule.yaml").write_text(json.dumps({"lr_schedule": schedule}))
+    done = call_allhands(*DEVICE, "--model", str(tiny_model), *more, cwd=tmp_path)
+    assert (done.returncode, told in done.stderr) == (code, True), done.stderr
+
+
 def test_a_directory_that_is_no_model_is_told_as_training_tells_it(
     tmp_path: Path, tiny_data: Path
 ) -> None:

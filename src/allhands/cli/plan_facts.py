@@ -55,6 +55,7 @@ from allhands.run.model_sizes import (
     left_to_adam,
     linears,
 )
+from allhands.run.starting import require_weights
 from allhands.run.strategy_choice import require_fit
 from allhands.run.training_memory import (
     WRITING_BYTES,
@@ -67,6 +68,7 @@ from allhands.run.training_memory import (
 )
 from allhands.runtime.accelerator import detect, device_memory, sizing_of
 from allhands.runtime.blas import available_cores
+from allhands.train.optim import make_schedule
 
 _DEFAULT_ITERS = 1000
 _FELT_S = 1.0
@@ -136,6 +138,7 @@ class _Facts:
         self.together = not self.devices and config.num_ranks > 1 and not on_hosts(config)
         self.notes = [*config.notes, *left_out(config)]
         self.prices = prices_of(asked, self.devices, self.notes)  # before any long work
+        require_weights(config)
         self.model = (
             _fresh(config, self.kind)
             if isinstance(config, PretrainConfig)
@@ -167,7 +170,7 @@ class _Facts:
         link = link_between(config, asked, len(self.devices), self.say, self.notes)
         computers = computers_of(config, asked, self.devices, self.kind, link, self.say, self.notes)
         work = self._work()
-        steps = self._steps()
+        make_schedule(config, steps := self._steps())  # refused as in training
         counted = self.measured is not None or self.num_rows is not None
         valid = valid_rows(config, counted=counted, say=self.say, notes=self.notes)
         validations = number_of(

@@ -27,26 +27,10 @@ def starting_weights(config: TrainConfig, directory: Path, surroundings: RunCont
         kept = kept_as(directory, resumed)
         if kept and surroundings.attempt > 1 and run_name(directory) == surroundings.run_id:
             return kept  # the first attempt has set it aside; the file there now is this run's own
-        if not resumed.is_file():
-            problem = (
-                "this is a directory, not a file of weights"
-                if resumed.is_dir()
-                else "there is no such file"
-            )
-            weights = (
-                "model.safetensors"
-                if pretraining(config)
-                else "adapters.safetensors, or a numbered one,"
-            )
-            hint = meant(resumed, f"give the {weights} of an earlier run")
-            if kept:
-                hint = f"it was set aside when a new run began in {directory}: --resume-adapter-file {kept}"
-            raise ModelError(
-                f"{problem} (--resume-adapter-file)",
-                code="adapter-missing",
-                where=str(resumed),
-                hint=hint,
-            )
+        aside = (
+            f"it was set aside when a new run began in {directory}: --resume-adapter-file {kept}"
+        )
+        require_weights(config, aside if kept else None)
         return resumed
     if config.test and not config.train:
         saved = directory / "adapters.safetensors"
@@ -59,3 +43,25 @@ def starting_weights(config: TrainConfig, directory: Path, surroundings: RunCont
             )
         return saved
     return None
+
+
+def require_weights(config: TrainConfig, hint: str | None = None) -> None:
+    """Refuse a missing file of weights to start from; ``hint``: what to do, if it is known.
+
+    Raises:
+        ModelError: ``--resume-adapter-file`` is no file.
+    """
+    if not config.resume_adapter_file or (file := Path(config.resume_adapter_file)).is_file():
+        return
+    problem = (
+        "this is a directory, not a file of weights" if file.is_dir() else "there is no such file"
+    )
+    weights = (
+        "model.safetensors" if pretraining(config) else "adapters.safetensors, or a numbered one,"
+    )
+    raise ModelError(
+        f"{problem} (--resume-adapter-file)",
+        code="adapter-missing",
+        where=str(file),
+        hint=hint or meant(file, f"give the {weights} of an earlier run"),
+    )
