@@ -44,7 +44,13 @@ def test_steps_too_short_for_several_processes_of_one_computer(
 
 
 @pytest.mark.parametrize(
-    ("config", "stages"), [({"strategy": "pipeline"}, True), ({"pp": 2}, True), ({"pp": 1}, False)]
+    ("config", "stages"),
+    [
+        ({"strategy": "pipeline"}, True),
+        ({"pp": 2}, True),
+        ({"pp": 1}, False),
+        ({"pp": None}, False),
+    ],
 )
 def test_the_first_stage_of_a_pipeline_says_nothing_of_a_single_process(
     config: dict[str, object], stages: bool

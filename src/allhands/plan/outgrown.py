@@ -38,7 +38,7 @@ def signs_of(
     Args:
         config: the options of the run by name, if they are known.
     """
-    stages = bool(config) and (config.get("strategy") == "pipeline" or config.get("pp", 1) != 1)
+    stages = bool(config) and (config.get("strategy") == "pipeline" or (config.get("pp") or 1) > 1)
     started = history.started
     if started is None or len(history.train) < _LEAST:
         return []
