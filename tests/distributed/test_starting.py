@@ -37,10 +37,11 @@ if __name__ == "__main__":
 """
 
 
-def test_a_function_and_a_script(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(SCRIPT)
+@pytest.mark.parametrize("name", ["program.py", "program"])
+def test_a_function_and_a_script(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(SCRIPT)
     environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "program.py"]
+    command = [sys.executable, name]
     done = subprocess.run(
         command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False
     )

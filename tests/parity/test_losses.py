@@ -79,6 +79,19 @@ def test_eager_form(rows: int, scale: float) -> None:
     assert value.item() == pytest.approx(loss, rel=2e-6)
 
 
+def test_eager_form_without_rows() -> None:
+    hidden, weight, targets = case(4)
+    found = eager_linear_cross_entropy(hidden[:0], weight, targets[:0], train_weight=True)
+    value, first, second = found
+    assert value.item() == 0.0
+    assert (first is None, second is None) == (False, False)
+    assert first is not None
+    assert first.shape == (0, hidden.shape[1])
+    assert second is not None
+    assert second.shape == weight.shape
+    assert not mx.any(second).item()
+
+
 def test_eager_form_leaves_its_inputs_alone() -> None:
     arrays = case(40)
     before = [np.array(a) for a in arrays]

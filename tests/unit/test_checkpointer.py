@@ -261,3 +261,16 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         Checkpointer().save(1)
     assert caught.value.code == "checkpoint-directory-missing"
+
+
+def test_an_object_that_is_none_is_left_out(tmp_path: Path) -> None:
+    keeper = Checkpointer(tmp_path, loader=None)
+    assert keeper.save(1)
+    assert Checkpointer(tmp_path).restore() == 1
+
+
+def test_the_name_of_the_random_state_is_taken(tmp_path: Path) -> None:
+    loader = DistributedLoader(range(10), 4, world=ALONE)
+    with pytest.raises(ConfigError) as caught:
+        Checkpointer(tmp_path, random=loader)
+    assert "state_dict" not in caught.value.message

@@ -247,6 +247,16 @@ def test_wrong_states() -> None:
     ):
         with pytest.raises(CheckpointError, match=words):
             loader.load_state_dict({**good, **wrong})  # type: ignore[dict-item]
+    # Ten samples are batches of 4, 3 and 3, or of 4 and 4.
+    for drop_last, whole in ((False, (0, 4, 7, 10)), (True, (0, 4, 8))):
+        loader = DistributedLoader(range(10), 4, drop_last=drop_last, world=world(0, 1))
+        for consumed in range(11):
+            state = {"seed": 0, "epoch": 0, "consumed": consumed, "batch_size": 4}
+            if consumed in whole:
+                loader.load_state_dict(state)
+            else:
+                with pytest.raises(CheckpointError):
+                    loader.load_state_dict(state)
     stream = DistributedLoader(Stream(3), 5, seed=3, world=world(0, 1))
     stream.load_state_dict(good)
     with pytest.raises(CheckpointError, match="the stream has 3 samples, but 5"):

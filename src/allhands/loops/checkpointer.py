@@ -62,7 +62,8 @@ class Checkpointer:
             frozen: also save parameters that are not trained. Without them the program must load
                 the model before it restores a checkpoint.
             **others: objects with ``state_dict`` and ``load_state_dict``, by names of your choice,
-                such as a loader.
+                such as a loader; ``None`` is left out. ``random`` is MLX's own state, which is
+                always saved.
 
         Raises:
             ConfigError: an argument has a wrong type or value.
@@ -74,7 +75,14 @@ class Checkpointer:
         for name, given in {**others, "model": model, "optimizer": optimizer}.items():
             wanted, has = kinds[name]
             lacks = [each for each in has if not hasattr(given, each)]
-            if given is not None and (name == "random" or isinstance(given, type) or lacks):
+            if name == "random":
+                raise ConfigError(
+                    "random is the name of MLX's own random state, which is saved anyway",
+                    code="argument-invalid",
+                    where=_WHERE,
+                    hint="give the object another name",
+                )
+            if given is not None and (isinstance(given, type) or lacks):
                 hint = f"give {wanted}, or leave it out; plain values go into save(step, values={{...}})"
                 raise ConfigError(
                     f"{name} ({given!r}) has no {' and '.join(has)}",
@@ -90,7 +98,8 @@ class Checkpointer:
                 hint="give 1 or more",
             )
         self._directory, self._keep_last, self._frozen = directory, keep_last, frozen
-        self._model, self._optimizer, self._others = model, optimizer, others
+        self._model, self._optimizer = model, optimizer
+        self._others = {name: one for name, one in others.items() if one is not None}
         self.values: dict[str, Any] = {}
 
     def save(self, step: int, values: Mapping[str, Any] | None = None, *, every: int = 1) -> bool:
@@ -159,7 +168,7 @@ class Checkpointer:
         kept: dict[str, Any] = saved.values
         present, given = {*arrays, *kept.get("others", {})}, {"random", *self._others}
         given |= {name for name in ("model", "optimizer") if getattr(self, f"_{name}") is not None}
-        if present != given:
+        if present != given or "values" not in kept:
             raise _unfit(
                 saved.step,
                 f"it holds {_names(present)}, but {_names(given)} are to be restored",

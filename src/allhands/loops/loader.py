@@ -7,7 +7,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast, overload
 
 import numpy as np
@@ -223,19 +223,18 @@ class DistributedLoader(Generic[B]):
 
         Raises:
             CheckpointError: ``state`` is no state, belongs to a loader with another seed or batch
-                size, or is beyond the end of the epoch. Another dataset, shuffle or ``drop_last``
-                is not noticed.
+                size, or its samples are not those of whole batches of this dataset. Another
+                dataset of the same length, or another ``shuffle``, is not noticed.
         """
         try:
             given = {name: operator.index(state[name]) for name in self.state_dict()}
         except (KeyError, TypeError):
             given = {}
         epoch, consumed = given.get("epoch", -1), given.get("consumed", -1)
-        most = consumed if self._indexable is None else len(self._indexable)
         if (
             given != {**self.state_dict(), "epoch": epoch, "consumed": consumed}
-            or epoch < 0
-            or not 0 <= consumed <= most
+            or min(epoch, consumed) < 0
+            or not self._ends_a_batch(consumed)
         ):
             raise CheckpointError(
                 f"the state {dict(state)} does not fit a loader of seed {self._seed} and batch_size {self._batch_size} "
@@ -245,6 +244,13 @@ class DistributedLoader(Generic[B]):
                 hint="give the result of state_dict() to a loader with the same seed, batch_size and dataset",
             )
         self._epoch, self._consumed = epoch, consumed
+
+    def _ends_a_batch(self, consumed: int) -> bool:
+        """True if an epoch has whole batches with so many samples, as far as its length is known."""
+        if self._indexable is None:
+            return True
+        sizes = _sizes(len(self._indexable), self._batch_size, self._drop_last)
+        return consumed in accumulate(sizes, initial=0)
 
     def _of_numbers(self, dataset: Indexable[Any]) -> Iterator[tuple[int, list[Any]]]:
         count, at = len(dataset), 0

@@ -165,7 +165,7 @@ def run_call(place: str, name: str, text: str) -> None:
         name: the function's name.
         text: the function's arguments as a JSON list or object.
     """
-    if place.endswith(".py"):
+    if Path(place).is_absolute():
         # Let the script import files of its directory, as Python itself does.
         sys.path.insert(0, str(Path(place).parent))
         function = runpy.run_path(place, run_name=_RUN_NAME)[name]

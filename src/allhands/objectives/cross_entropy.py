@@ -139,7 +139,9 @@ def eager_linear_cross_entropy(
         # Frees this chunk's logits before the next one's are allocated.
         mx.eval(total, grads, grad_weight)
         del grad_logits
-    return total, mx.concatenate(grads) if grads else None, grad_weight
+    if not grads:  # no gradients are wanted, or there are no rows
+        return total, mx.zeros(hidden.shape) if with_grad else None, grad_weight
+    return total, mx.concatenate(grads), grad_weight
 
 
 def _add_product(total: mx.array, x: mx.array, y: mx.array) -> mx.array:
