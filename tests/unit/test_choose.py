@@ -37,6 +37,7 @@ from allhands.cluster.figures import Figures, Measurement, Timing
 from allhands.cluster.hosts import Host
 from allhands.cluster.place import LaunchPlace
 from allhands.errors import DistributedError
+from allhands.runtime.gpus import nvidia_gpus
 
 LINUX = HostTraits("one", 2, "Linux", 0, "5.0.11")
 FAR = HostTraits("far", 1, "Linux", 0, "5.0.11")
@@ -352,3 +353,30 @@ def test_a_supervisor_that_chooses_loads_neither_mlx_nor_numpy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.split(maxsplit=1)[1] == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [
+        (None, 2),
+        ("", 0),
+        ("-1", 0),
+        ("NoDevFiles", 0),
+        ("1", 1),
+        ("0, 1", 2),
+        ("0,-1,1", 1),
+        ("GPU-12ab,MIG-34cd", 2),
+    ],
+)
+def test_gpus_are_counted_as_cuda_counts_them(
+    visible: str | None, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: X (UUID: 1)'; echo 'GPU 1: X (UUID: 2)'\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert nvidia_gpus() == gpus

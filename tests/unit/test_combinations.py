@@ -224,6 +224,7 @@ def test_epochs_have_the_bound_of_batches() -> None:
     with pytest.raises(ConfigError):
         build_config({"epochs": 1e18})
     assert build_config({"epochs": 3}).batches(100) == 300
+    assert build_config({"epochs": 1e-9}).batches(100) == 1
     with pytest.raises(ConfigError) as caught:
         build_config({"epochs": 1e6}).batches(10**4)
     assert caught.value.where == "--epochs"

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from command_line import parse
 from mlx_lm.lora import CONFIG_DEFAULTS
@@ -409,6 +410,12 @@ def test_a_bad_value_is_named_with_its_place_in_the_file(tmp_path: Path) -> None
             ("--lr-schedule", "--warmup-steps"),
         ),
         ({"weight_decay": 0.1}, ("--weight-decay", "adamw")),
+        ({"weight_decay_on": "matrices"}, ("--weight-decay-on", "adamw")),
+        (
+            {"early_stopping_min_delta": 0.1},
+            ("--early-stopping-min-delta", "--early-stopping-patience"),
+        ),
+        ({"sample_every": 5}, ("--sample-every", "--sample-prompts")),
         ({"optimizer_config": '{"lion": {}}'}, ("optimizer_config", "lion")),
     ],
 )
@@ -418,6 +425,30 @@ def test_options_that_exclude_each_other_name_both(
     error = refused(flags)
     assert all(word in error.message for word in words)
     assert error.hint
+
+
+def test_a_default_that_an_optimizer_does_not_have_is_no_fault() -> None:
+    config = PretrainConfig.model_validate({"tokenizer": "t", "data": "d", "optimizer": "adam"})
+    assert config.weight_decay == PretrainConfig.model_fields["weight_decay"].default > 0
+    with pytest.raises(ValueError, match="--weight-decay has no effect on adam"):
+        PretrainConfig.model_validate(
+            {"tokenizer": "t", "data": "d", "optimizer": "adam", "weight_decay": 0.2}
+        )
+
+
+def test_a_warm_up_that_is_given_is_not_replaced_by_the_automatic_one() -> None:
+    rates = {}
+    for warmup in (0, 40):
+        schedule = {"name": "constant", "warmup": warmup, "warmup_init": 0.0}
+        made = make_schedule(
+            PretrainConfig.model_validate(
+                {"tokenizer": "t", "data": "d", "lr_schedule": schedule, "learning_rate": 1.0}
+            ),
+            200,
+        )
+        assert callable(made)
+        rates[warmup] = made(mx.array(10)).item()
+    assert rates == {0: pytest.approx(1.0), 40: pytest.approx(0.25, abs=0.03)}
 
 
 # --- structured values ----------------------------------------------------------------------------
@@ -438,6 +469,24 @@ def test_sizes_are_understood(text: str, size: int) -> None:
     assert build_config({"clear_cache_threshold": text}).clear_cache_threshold == size
     _, flags = parse(["train", "--clear-cache-threshold", text])
     assert build_config(flags).clear_cache_threshold == size
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"clear_cache_threshold": "9" * 400},
+        {"rank_weights": "[" + "9" * 400 + ", 1]", "num_ranks": 2},
+        {"rank_weights": "[true, 2]", "num_ranks": 2},
+        {"rank_weights": "[Infinity, 2]", "num_ranks": 2},
+    ],
+)
+def test_numbers_that_are_none_are_refused(flags: dict[str, Any]) -> None:
+    assert refused(flags).hint
+
+
+@pytest.mark.parametrize("text", ["model: 2026-13-45", "lora_parameters: &a {keys: [*a]}"])
+def test_values_that_yaml_cannot_read_are_refused(tmp_path: Path, text: str) -> None:
+    assert refused({}, yaml_of(tmp_path, text)).code == "config-file-invalid"
 
 
 def test_json_flags_become_what_yaml_would_give(tmp_path: Path) -> None:

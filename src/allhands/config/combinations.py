@@ -70,8 +70,20 @@ def _refuse_idle(c: Any) -> None:
             "--isolate-documents has an effect only with --packing: add it",
         ),
         (
-            c.weight_decay is not None and c.optimizer == "adam",
+            _is_given(c, "weight_decay") and c.weight_decay and c.optimizer == "adam",
             "--weight-decay has no effect on adam: use --optimizer adamw",
+        ),
+        (
+            _is_given(c, "weight_decay_on") and c.optimizer == "adam",
+            "--weight-decay-on has no effect on adam: use --optimizer adamw",
+        ),
+        (
+            _is_given(c, "early_stopping_min_delta") and c.early_stopping_patience is None,
+            "--early-stopping-min-delta has an effect only with --early-stopping-patience: add it",
+        ),
+        (
+            c.sample_every is not None and not c.sample_prompts,
+            "--sample-every has an effect only with --sample-prompts: add it",
         ),
         (
             c.project_name is not None and not c.report_to,
@@ -81,10 +93,15 @@ def _refuse_idle(c: Any) -> None:
     )
 
 
+def _is_given(config: Any, name: str) -> bool:
+    """True if an option differs from its default."""
+    return getattr(config, name) != type(config).model_fields[name].default
+
+
 def _refuse_given(config: Any, names: tuple[str, ...], needs: str) -> None:
     """Refuse options that differ from their defaults, but need another option for an effect."""
     for name in names:
-        if getattr(config, name) != type(config).model_fields[name].default:
+        if _is_given(config, name):
             raise RefusedOption(
                 f"--{name.replace('_', '-')} has an effect only with {needs}",
                 code="option-without-effect",

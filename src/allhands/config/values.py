@@ -54,7 +54,7 @@ def batches_of(epochs: float, per_epoch: int) -> int:
         ConfigError: there are more batches than ``--iters`` allows.
     """
     # A part of a batch counts as a whole one, but a rounding error of the product does not.
-    batches = math.ceil(round(epochs * per_epoch, 6))
+    batches = max(1, math.ceil(round(epochs * per_epoch, 6)))
     if batches > _MOST_BATCHES:
         raise ConfigError(
             f"{epochs:g} epochs are {batches:,} batches, more than {_MOST_BATCHES:,}",
@@ -89,7 +89,7 @@ def parse_size(value: Any) -> Any:
     """
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", value.lower())
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?)b?\s*", value.lower())
     if not match:
         raise ValueError("is not a size such as 2GB or 500MB")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " "))
@@ -107,9 +107,11 @@ def parse_weights(value: Any) -> Any:
         numbers = [
             weight
             for weight in weights
-            if isinstance(weight, int | float) and math.isfinite(weight)
+            if isinstance(weight, int | float)
+            and not isinstance(weight, bool)
+            and 0 < weight <= 1e300
         ]
-        if not weights or len(numbers) < len(weights) or min(numbers) <= 0:
+        if not weights or len(numbers) < len(weights):
             raise ValueError("each rank needs a weight above 0, for example [2, 1]")
     elif value not in (None, "auto", "equal"):
         raise ValueError("is auto, equal, or a number for each rank, for example [2, 1]")

@@ -37,6 +37,14 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         ) from None
     try:
         content = yaml.load(text, _yaml_loader())
+        _refuse_twice(yaml.compose(text, _yaml_loader()), path)
+    except (ValueError, RecursionError) as error:  # a date such as 2026-13-45
+        raise ConfigError(
+            f"a value cannot be read: {error}",
+            code="config-file-invalid",
+            where=str(path),
+            hint="quote a text that only looks like a date or a number",
+        ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -54,7 +62,6 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             where=str(path),
             hint="see docs/configuration.md",
         )
-    _refuse_twice(yaml.compose(text, _yaml_loader()), path)
     return cast("dict[str, Any]", content)
 
 

@@ -87,11 +87,11 @@ def make_schedule(config: TrainConfig, total_updates: int) -> Schedule:
             arguments.
     """
     peak, given = config.learning_rate, config.warmup_steps
-    warmup = min(total_updates // 20, 1000) if given is None else given
+    automatic = min(total_updates // 20, 1000) if given is None else 0
     chosen = config.lr_schedule or LrSchedule.model_validate({"name": "constant"})
     if chosen.arguments is not None:
-        return _given(chosen, chosen.warmup or warmup, total_updates)
-    warmup = warmup or chosen.warmup
+        return _given(chosen, chosen.warmup or given or automatic, total_updates)
+    warmup = given or chosen.warmup or automatic
     if warmup >= total_updates and warmup:
         raise ConfigError(
             f"the warm-up of {counted(warmup, 'update')} is not shorter than the training of {total_updates}",
