@@ -50,7 +50,14 @@ SOUND: dict[str, Frame] = {
     "output": {"stream": 1, "data": "\xff text"},
     "line": {"rank": 1, "data": "text"},
     "sample": {"line": "{}"},
-    "marks": {"rank": 0, "ready": True, "started": False, "busy_age": 0.25, "beat": BEAT},
+    "marks": {
+        "rank": 0,
+        "ready": True,
+        "started": False,
+        "listening": True,
+        "busy_age": 0.25,
+        "beat": BEAT,
+    },
     "exit": {
         "rank": 0,
         "code": -9,

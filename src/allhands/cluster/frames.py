@@ -141,6 +141,7 @@ FROM_AGENT: Mapping[str, Check] = {
             "rank": _RANK,
             "ready": is_flag,
             "started": is_flag,
+            "listening": is_flag,
             "busy_age": maybe(is_number),
             "beat": maybe(_AGED_BEAT),
         }

@@ -113,8 +113,8 @@ def chosen_codec(
         return None
     codec = CODECS[config.compress]
     if not STRATEGIES[strategy].packs:
-        able = " or ".join(name for name, entry in STRATEGIES.items() if entry.packs)
-        hint = f"leave it out, or take --strategy {able}"
+        able = [each.flags or f"--strategy {key}" for key, each in STRATEGIES.items() if each.packs]
+        hint = f"leave it out, or take {' or '.join(able)}"
         raise ConfigError(
             f"strategy {strategy} exchanges gradients as they are",
             code="strategy-unsuitable",
