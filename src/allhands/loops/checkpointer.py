@@ -47,7 +47,7 @@ class Checkpointer:
         optimizer: optim.Optimizer | None = None,
         keep_last: int = 2,
         frozen: bool = True,
-        **others: Stateful,
+        **others: Stateful | None,
     ) -> None:
         """Create the checkpointer; nothing is read or written yet.
 
