@@ -5,6 +5,7 @@ another way.
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import threading
@@ -310,6 +311,85 @@ def test_a_part_that_cannot_be_written_is_told_and_nothing_is_left(tmp_path: Pat
     assert first.exit_code == 5
     assert "rank 1" in first.message
     assert list((directory / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("failing", ["-1.safetensors", "-0.safetensors", "state.json"])
+def test_after_a_failure_no_part_is_waited_for_again(tmp_path: Path, failing: str) -> None:
+    """Whoever wants the weights of a failed checkpoint hears of the failure at once: the parts'
+    notes were read, or went with the draft. They were waited for ten minutes.
+    """
+    real = parts.write_file
+
+    def sometimes(path: Path, pieces: Any, progress: Any) -> Any:
+        if path.name.endswith(failing):
+            raise OSError(28, "No space left on device", str(path))
+        return real(path, pieces, progress)
+
+    def work(communicator: ThreadCommunicator) -> Any:
+        rank = communicator.rank
+        exchange = PartExchange.agreed(
+            communicator, tmp_path, Held(lambda: groups(rank, 2, "flat")), rank == 0
+        )
+        assert exchange is not None
+        told: list[Any] = []
+        try:
+            delivery = exchange.begin(tmp_path / "checkpoints" / "step-0000001")
+            if delivery is None:
+                return None
+            try:
+                with delivery.opened() as draft:
+                    sometimes(draft.directory / "state.json", [b"{}"], lambda: None)
+                    delivery.parts(lambda: None)
+            except (OSError, StorageError) as error:
+                told.append(error)
+            for again in (delivery.parts, delivery.weights):
+                with pytest.raises(StorageError) as caught:
+                    again(lambda: None)
+                told.append(caught.value)
+        finally:
+            exchange.close()
+        return told
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "write_file", sometimes)
+        first, second = run_ranks(2, work)
+    assert second is None
+    assert len(first) == 3, first
+    assert {error.code for error in first[1:]} == {"disk-full"}
+
+
+@pytest.mark.timeout(30)
+def test_a_rank_without_room_for_its_note_is_heard(tmp_path: Path) -> None:
+    """On a full disk the other ranks may take the room that it has just made."""
+
+    def fails(path: Path, *_: Any) -> Any:
+        # No file of this process grows beyond nothing, as on a full disk.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+        raise OSError(28, "No space left on device", str(path))
+
+    def work(communicator: ThreadCommunicator) -> Any:
+        rank = communicator.rank
+        exchange = PartExchange.agreed(
+            communicator, tmp_path, Held(lambda: groups(rank, 2, "flat")), rank == 0
+        )
+        assert exchange is not None
+        delivery = exchange.begin(tmp_path / "checkpoints" / "step-0000001")
+        exchange.close()
+        if delivery is None:
+            return None
+        with pytest.raises(StorageError) as caught, delivery.opened():
+            delivery.parts(lambda: None)
+        return caught.value
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(parts, "write_file", fails)
+            first, second = run_ranks(2, work)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (first.code, second) == ("disk-full", None)
 
 
 def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(

@@ -9,6 +9,7 @@ memory, and the checkpoint has its usual single file of weights.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -42,7 +43,7 @@ from allhands.checkpoints.writing import CheckpointDraft, WrittenPart, drafting,
 from allhands.distributed.backend import Communicator
 from allhands.distributed.handout import all_equal, gather_bytes, gather_json, hand_out_json, votes
 from allhands.errors import AllhandsError, StorageError
-from allhands.io.files import storage_error_of
+from allhands.io.files import storage_error, storage_error_of
 from allhands.io.tensors import Tensor, safetensors_pieces, safetensors_size
 
 _POLL_S = 0.02
@@ -160,10 +161,16 @@ class Delivery:
         """Return the parts of all ranks, once they have written them.
 
         Raises:
-            StorageError: a rank could not write its part.
+            StorageError: a rank could not write its part. Later calls raise the same error at once.
         """
         if self._collected is None:
-            self._collected = self.collect(progress)
+            if self.problem is not None:
+                raise self.problem
+            try:
+                self._collected = self.collect(progress)
+            except AllhandsError as error:
+                self.problem = error  # the ranks tell it once
+                raise
         return self._collected
 
     def weights(self, progress: Callable[[], None]) -> list[list[Tensor]]:
@@ -176,11 +183,9 @@ class Delivery:
         Raises:
             AllhandsError: there is no draft, or a rank could not write its part.
         """
-        if self.problem is not None:
-            raise self.problem
-        assert self.draft is not None
         if self._weights is None:
             parts = self.parts(progress)
+            assert self.draft is not None
             self._weights = _weights_of(parts, self.draft.directory)
             self._collected = [_without_weights(part) for part in parts]
         return self._weights
@@ -195,8 +200,15 @@ class Delivery:
         if self.problem is not None:
             raise self.problem
         assert self.draft is not None
-        with self.stack:
-            yield self.draft
+        try:
+            with self.stack:
+                yield self.draft
+        except OSError as error:
+            self.problem = storage_error_of(error, self.draft.target)
+            raise
+        except AllhandsError as error:
+            self.problem = error  # the draft is gone, and with it parts that nobody has read
+            raise
 
 
 def _weights_of(parts: Sequence[WrittenPart], directory: Path) -> list[list[Tensor]]:
@@ -395,9 +407,12 @@ class PartExchange:
                     (directory / name).unlink(missing_ok=True)
         note = _note_of(directory, self.communicator.rank)
         # If the directory is gone, rank 0 has given up this checkpoint.
+        draft = note.with_suffix(".draft")
         with suppress(OSError):
-            draft = note.with_suffix(".draft")
-            draft.write_text(json.dumps(said), encoding="utf-8")
+            try:
+                draft.write_text(json.dumps(said), encoding="utf-8")
+            except OSError:  # other ranks took the room: an empty note tells that
+                draft.write_bytes(b"")
             os.replace(draft, note)
 
     def _collected(self, directory: Path, progress: Callable[[], None]) -> list[WrittenPart]:
@@ -418,8 +433,15 @@ class PartExchange:
                     hint="look at that rank's log",
                 )
             time.sleep(_POLL_S)
-        said = json.loads(note.read_text(encoding="utf-8"))
+        text = note.read_text(encoding="utf-8")
         note.unlink()
+        if not text:
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            error = storage_error(directory, full)
+            raise StorageError(
+                f"rank {rank}: {error.message}", code=error.code, where=error.where, hint=error.hint
+            )
+        said = json.loads(text)
         if "problem" in said:
             message, hint, code = said["problem"]
             raise StorageError(message, code=code, where=str(directory), hint=hint)
