@@ -38,6 +38,16 @@ def start() -> Iterator[Callable[..., Job]]:
 BACKENDS = ["ring", pytest.param("mpi", marks=_needs_mpi)]
 
 
+@_needs_mpi
+@pytest.mark.parametrize(("code", "found"), [(0, 0), (5, 5)])
+def test_a_stopped_guard_says_how_its_rank_has_ended(
+    start: Callable[..., Job], code: int, found: int
+) -> None:
+    """It was waited for ten minutes."""
+    job = start("pause 0.3 0", f"guard {code}", backend="mpi")
+    assert job.finish(20) == found, job.err
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_clean_run(start: Callable[..., Job], backend: str) -> None:
     job = start("pause 0.3 0", "pause 0.3 0", backend=backend, cores_per_rank=1)

@@ -181,6 +181,9 @@ with worker.install(launch, os.environ) as context:
     elif script == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(60)
+    elif script == "guard":
+        os.kill(os.getppid(), signal.SIGSTOP)
+        sys.exit(int(words[0]))
     elif script == "pause":
         time.sleep(float(words[0]))
         sys.exit(int(words[1]))

@@ -400,6 +400,19 @@ class _MpirunsChildren(_Local):
             else self._process(rank, "command")
         )
 
+    def stopped(self, rank: int) -> bool:
+        """Return whether the rank's command is stopped.
+
+        A guard that is stopped is continued once its command has ended: only the guard can say how.
+        """
+        guard, command = self._process(rank, "guard"), self._command(rank)
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if guard is not None and command is not None:
+                states = [psutil.Process(pid).status() for pid in (guard, command)]
+                if states == [psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE]:
+                    os.kill(guard, signal.SIGCONT)
+        return super().stopped(rank)
+
     def log_path(self, rank: int) -> Path:
         began = self._process(rank, "guard") is not None
         return super().log_path(rank) if began else self.log_dir / "mpirun.log"
