@@ -292,6 +292,9 @@ def test_too_much_is_told() -> None:
     assert told is not None
     assert "about 1e+06 GB of memory each" in told
     assert "--grad-checkpoint" in told
+    # What a control group allows counts, too.
+    assert scarce(2 * 10**9, 2 * 10**9, 1, room=2 * 10**9) is None
+    assert scarce(2 * 10**9, 2 * 10**9, 1, room=10**9) is not None
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,20 @@ def test_what_fits_nowhere_is_refused_with_what_would() -> None:
         chosen(5, number - 1, rank_weights="auto")
 
 
+def test_more_ranks_of_one_computer_are_no_advice() -> None:
+    """They would share its memory: as many computers as are named hold the training."""
+    asked = choosing(5, rank_weights="auto")
+    here = replace(asked, mesh=replace(asked.mesh, local_size=4))
+    with pytest.raises(ModelError) as found:
+        strategy_by_memory(here, SingleProcess())
+    assert found.value.hint is not None
+    number, what = found.value.hint.split()[:2]
+    assert what == "computers"
+    assert chosen(5, int(number), rank_weights="auto")[0] == "fsdp"
+    with pytest.raises(ModelError):
+        chosen(5, int(number) - 1, rank_weights="auto")
+
+
 def test_a_gpu_is_refused_by_its_weights_alone() -> None:
     """Its other memory is an estimate: a run that may not fit begins with the way that needs least,
     and says so.

@@ -19,6 +19,7 @@ import mlx.core as mx
 import psutil
 
 from allhands.config.combinations import refuse_combinations
+from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import TrainConfig
 from allhands.distributed.backend import Communicator, finish_exchanges
 from allhands.distributed.bench import BenchPlan, time_all_sum, time_products
@@ -410,17 +411,18 @@ def _nothing_fits(rank: _Rank, told: Sequence[Mapping[str, Any]]) -> ModelError:
     if len(told) > 1:
         hints.append("`allhands plan` shows what --cp or --ep beside --strategy fsdp would take")
     if "fsdp" in told[0]["needs"]:
-        room = min(each["room"] for each in told)
-        counts = range(len(told) + 1, _MOST_RANKS + 1)
+        # On a CPU more ranks of the same computer get less memory each: more computers are needed.
+        shared = rank.choosing.mesh.local_size if rank.choosing.accelerator.kind != "cuda" else 1
+        apart, one = shared > 1, min(each["room"] for each in told)
+        room = one * shared
+        counts = range(2 if apart else len(told) + 1, _MOST_RANKS + 1)
         enough = next((count for count in counts if rank.sharded(1 / count) <= room), None)
         if enough is not None:
-            hints.insert(
-                0,
-                f"{enough} such ranks would hold it (--strategy fsdp), or fewer with --strategy pipeline",
-            )
+            who = "computers with this memory and one rank each" if apart else "such ranks"
+            hints.insert(0, f"{enough} {who} would hold it (--strategy fsdp)")
     return ModelError(
         f"no strategy fits this training into the ranks' memory: with --strategy {least} {_short_of(told, least)}",
         code="memory-too-small",
-        where=config.model,
+        where=config.model if (new := pretraining(config)) is None else f"{new.shape}, new",
         hint="; or ".join(hints),
     )

@@ -486,15 +486,23 @@ def require_room_for_weights(path: Path, accelerator: Accelerator, mesh: Mesh) -
     )
 
 
-def scarce(expected: int, present_bytes: int, ranks: int) -> str | None:
+def scarce(expected: int, present_bytes: int, ranks: int, room: int = 0) -> str | None:
     """Return a warning if ``ranks`` processes with ``expected`` bytes each need more memory than is
-    free; ``present_bytes`` are what each has now.
+    free, or than they may have.
+
+    Args:
+        present_bytes: bytes that each process has now.
+        room: bytes that each may have; 0 if unknown.
     """
     missing, available = ranks * (expected - present_bytes), psutil.virtual_memory().available
-    if missing <= available:
-        return None
     each = " each" if ranks > 1 else ""
+    if missing > available:
+        told = f"{format_bytes(missing)} more than now, but {format_bytes(available)} are free"
+    elif 0 < room < expected:
+        told = f"but may have {format_bytes(room)}{each}"
+    else:
+        return None
     return (
-        f"this will need about {format_bytes(expected)} of memory{each}, {format_bytes(missing)} more than now, but "
-        f"{format_bytes(available)} are free: try --grad-checkpoint, or fewer --micro-batch-tokens or --num-layers"
+        f"this will need about {format_bytes(expected)} of memory{each}, {told}: try --grad-checkpoint, or fewer "
+        "--micro-batch-tokens or --num-layers"
     )

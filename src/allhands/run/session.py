@@ -466,7 +466,8 @@ class _RankRun:
         if expected is None:
             return
         self.observer.expect(expected, arrays=not on_cpu)
-        if on_cpu and (note := scarce(expected, device.present_bytes, self.mesh.local_size)):
+        have = device.present_bytes, self.mesh.local_size, device.room
+        if on_cpu and (note := scarce(expected, *have)):
             self.outputs.say([f"note: {note}"])
         elif self.config.log_level == "verbose":
             self.outputs.say(
