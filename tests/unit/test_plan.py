@@ -12,6 +12,7 @@ import pytest
 from command_line import call_allhands
 
 from allhands.cluster.figures import Figures, Timing
+from allhands.config.schema import TrainConfig
 from allhands.errors import ConfigError
 from allhands.model.load import load_tokenizer
 from allhands.observe.metrics import RunEnded, RunHistory, RunStarted, TrainReport
@@ -335,6 +336,14 @@ def test_all_of_it_together() -> None:
     ]
     assert buckets == [32_000_000, 1_000_000], "a call is no larger than all that is exchanged"
     assert [line.machines for line in look_ahead(job(speeds=(1.0, 0.5, 0.5))).lines] == [1, 2, 3]
+
+
+def test_ways_to_send_less_are_told_only_to_ranks_that_can() -> None:
+    slow = {"link": link_of("100Mbit/s")}
+    assert look_ahead(job(**slow)).lighter
+    for options in ({"strategy": "fsdp"}, {"tp": 2}, {"strategy": "pipeline"}):
+        asked = TrainConfig.model_validate({"num_ranks": 2, **options})
+        assert not look_ahead(job(**slow, asked=asked)).lighter
 
 
 def test_what_steps_needed_beyond_what_was_computed_is_in_every_line() -> None:

@@ -232,7 +232,8 @@ def test_what_the_run_itself_expected(tmp_path: Path) -> None:
     assert told(right) == [
         (
             "warning",
-            "Not as planned. Memory of a rank, as the run itself expected it: 900 MB, 1.50 times the 600 MB expected.",
+            "Not as the run expected. Memory of a rank, as the run itself expected it: 900 MB, 1.50 times the "
+            "600 MB expected.",
         )
     ]
     wrong = compared(run)
@@ -605,3 +606,10 @@ def test_afterwards_the_same_comparison(tmp_path: Path) -> None:
         0,
         True,
     )
+
+
+@pytest.mark.parametrize(
+    ("measured", "told"), [(897, "0.897"), (904, "0.90"), (1104, "1.104"), (880, "0.88")]
+)
+def test_a_ratio_is_printed_on_its_side_of_the_limit(measured: int, told: str) -> None:
+    assert Figure("memory", "memory", 1000, measured).times == told

@@ -58,7 +58,7 @@ def _told_of(facts: ReportFacts, signs: Sequence[Sign], *, ruined: bool) -> Iter
     if facts.status in ("failed", "crashed or killed"):
         yield f"{name}: {facts.status}{reason}"
     elif not signs and not ruined:
-        yield f"{name}: no sign that it needs another way of training"
+        yield f"{name}: no sign that more computers or another strategy would help"
     yield from (f"{sign.seen}\n  what to do: {sign.advice}" for sign in signs)
 
 

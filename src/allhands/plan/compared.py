@@ -75,6 +75,15 @@ class Figure:
         """Return whether the figure is not as planned."""
         return self.judged and self.ratio is not None and abs(self.ratio - 1.0) > _OFF[self.unit]
 
+    @property
+    def times(self) -> str:
+        """Return the ratio in digits that show on which side of the limit it is."""
+        if self.ratio is None:
+            return ""
+        text = f"{self.ratio:.2f}"
+        hides = self.off and abs(float(text) - 1.0) < _OFF[self.unit] + 1e-9
+        return f"{self.ratio:.3f}" if hides else text
+
     def shown(self, value: float | None) -> str:
         """Return the value as a person reads it; empty if there is none."""
         if value is None:
@@ -87,8 +96,8 @@ class Figure:
     def told(self) -> str:
         """Return the comparison of a figure with a ratio, as a sentence."""
         said = "expected" if self.key == "expected" else "planned"
-        times = f"{self.ratio or 0.0:.2f} times the {self.shown(self.planned)} {said}"
-        return f"{self.of[0].upper()}{self.of[1:]}: {self.shown(self.measured)}, {times}"
+        planned = f"{self.times} times the {self.shown(self.planned)} {said}"
+        return f"{self.of[0].upper()}{self.of[1:]}: {self.shown(self.measured)}, {planned}"
 
 
 @dataclass(frozen=True)

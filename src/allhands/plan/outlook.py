@@ -210,8 +210,12 @@ class _Planner:
         situation = self._situation(teams, lines, ways, pipelines)
         situation = replace(situation, **self._parts(divided, situation))
         advice = advise(situation)
-        lighter = lighter_ways(
-            job.step, self.link, [each.speed for each in teams[-1]], job.room, job.kind
+        speeds = [each.speed for each in teams[-1]]
+        # Only ranks with whole gradients, and without another strategy, can send less.
+        lighter = (
+            lighter_ways(job.step, self.link, speeds, job.room, job.kind)
+            if job.asked is None
+            else ()
         )
         return Outlook(
             job=job,

@@ -65,9 +65,8 @@ def _word(figure: Figure) -> Judgement:
     more = figure.ratio is not None and figure.ratio > 1.0
     grave = more and not figure.marked and figure.key != "start"
     other = ", with other options" if figure.marked else ""
-    return Judgement(
-        "plan", "warning" if grave else "note", f"Not as planned{other}. {figure.told}."
-    )
+    by = "the run expected" if figure.key == "expected" else "planned"
+    return Judgement("plan", "warning" if grave else "note", f"Not as {by}{other}. {figure.told}.")
 
 
 def planned_grids(label: str, found: Comparison | None) -> Iterator[Grid]:
@@ -87,4 +86,4 @@ def _row(figure: Figure) -> tuple[str, ...]:
     if figure.ratio is None:
         return (*shown, NONE, NONE)
     as_planned = ("no" if figure.off else "yes") if figure.judged else NONE
-    return (*shown, f"{figure.ratio:.2f}{' *' * figure.marked}", as_planned)
+    return (*shown, f"{figure.times}{' *' * figure.marked}", as_planned)
