@@ -98,9 +98,7 @@ def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgeme
             _too_short(len(train), course),
             *missing,
         ]
-    if course.seen >= MOST_SEEN:
-        # Losses of examples that are trained on: they show no overfitting, and fall with the others.
-        valid = Curve.of([])
+    valid = _unseen(valid, course)
     over = list(_overfitting(train, valid, course))
     if _is_bad(ruined):
         # A loss that has jumped is judged neither as fitting nor as underfitting.
@@ -117,6 +115,13 @@ def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgeme
     return sorted(
         found or [_fitting(train, valid, course)], key=lambda one: _ORDER.index(one.level)
     )
+
+
+def _unseen(valid: Curve, course: Course) -> Curve:
+    """Return the validation losses; none if most of their examples are trained on, too: these show no
+    overfitting, and fall with the training losses.
+    """
+    return Curve.of([]) if course.seen >= MOST_SEEN else valid
 
 
 def _is_bad(found: Iterable[Judgement]) -> bool:

@@ -210,13 +210,6 @@ class _Planner:
         situation = self._situation(teams, lines, ways, pipelines)
         situation = replace(situation, **self._parts(divided, situation))
         advice = advise(situation)
-        speeds = [each.speed for each in teams[-1]]
-        # Only ranks with whole gradients, and without another strategy, can send less.
-        lighter = (
-            lighter_ways(job.step, self.link, speeds, job.room, job.kind)
-            if job.asked is None
-            else ()
-        )
         return Outlook(
             job=job,
             lines=tuple(lines),
@@ -225,9 +218,16 @@ class _Planner:
             advice=advice,
             alone=self.first,
             alone_s=self.alone_s,
-            lighter=tuple(lighter),
+            lighter=tuple(self._lighter(teams[-1])),
             pipelines=tuple(pipelines),
         )
+
+    def _lighter(self, team: Team) -> Sequence[Lighter]:
+        """Return the ways to send less; none if ranks do not exchange whole gradients."""
+        job, speeds = self.job, [each.speed for each in team]
+        if job.asked is not None:
+            return ()
+        return lighter_ways(job.step, self.link, speeds, job.room, job.kind)
 
     def _situation(
         self,

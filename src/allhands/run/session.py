@@ -294,6 +294,11 @@ class _RankRun:
         notes = size_notes(config, windows, epochs, positions)
         if self.mesh.size == 1:
             notes += without_effect(config)
+        if self.ready.accelerator.cpu_native and config.compile == "on":
+            notes.append(
+                "--compile on: a C++ compiler builds each step's kernels first, for every length of rows; on a CPU "
+                "the first steps take seconds to minutes"
+            )
         self.outputs.say([f"note: {note}" for note in notes])
 
     def _sampler(self) -> Callable[[int, int], list[Sampled]]:
