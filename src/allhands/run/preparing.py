@@ -180,14 +180,10 @@ def prepare(
     *,
     hooked: bool = False,
 ) -> LoadedRun:
-    """Load data and model, join the other ranks, agree with them, and put a checkpoint back.
+    """Load data and model, agree with the other ranks, and put a checkpoint back; all call this.
 
-    All ranks call this.
-
-    Args:
-        directory: directory of the run.
-        start: file of weights to start from or to test; ``None``: none.
-        hooked: whether a callback reads whole gradients.
+    ``start`` is the file of weights to start from or to test, if there is one. ``hooked`` is true
+    if a callback reads whole gradients.
 
     Raises:
         AllhandsError: an input is wrong, ranks do not agree, or the training does not fit.
