@@ -122,7 +122,10 @@ def test_a_sum_that_is_left_out_is_noticed(of_two: dict[Any, Any]) -> None:
 
 def test_what_cannot_be_divided_is_named(of_two: dict[Any, Any], of_four: dict[Any, Any]) -> None:
     assert "kind gemma2" in of_two[OTHERS[2]]
-    assert "model.layers.0.mlp.down_proj has 96 inputs in groups of 32" in of_two[OTHERS[3]]
+    assert (
+        "model.layers.0.mlp.down_proj has 96 inputs in 3 quantisation groups of 32"
+        in of_two[OTHERS[3]]
+    )
     assert "model.layers.0.self_attn has 2 heads (num_key_value_heads)" in of_four[OF_FOUR[2]]
 
 

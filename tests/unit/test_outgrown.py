@@ -71,3 +71,13 @@ def test_only_large_models_are_worth_sharding() -> None:
     assert "--strategy pipeline" not in advice(0.4, ["a", "b"])
     assert "--strategy pipeline" in advice(0.4, ["a", "b"], params=7 * 10**9)
     assert "--strategy pipeline" in advice(0.4, ["a", "a"], params=7 * 10**9, backend="nccl")
+
+
+@pytest.mark.parametrize(("hosts", "network"), [(["a", "a"], False), (["a", "b"], True)])
+def test_faults_of_one_computer_are_not_those_of_a_network(hosts: list[str], network: bool) -> None:
+    made = history(2)
+    assert made.started is not None
+    made.starts = [replace(made.started, attempt=attempt) for attempt in range(1, 5)]
+    samples = [replace(SAMPLE, rank=rank, host=host) for rank, host in enumerate(hosts)]
+    (sign,) = signs_of(made, samples)
+    assert ("cluster check" in sign.advice) is network

@@ -320,12 +320,12 @@ def _check(path: str, module: Any, cut: _Cut, ranks: int) -> None:
         group = int(base.group_size) if "scales" in base else 1
         inputs = base.scales.shape[-1] * group if "scales" in base else base.weight.shape[-1]
         if inputs % (ranks * group):
-            told = f" in groups of {group}" if group > 1 else ""
+            what, hint = counted(inputs, "input"), _DIVISOR
+            if group > 1:
+                what += f" in {counted(inputs // group, 'quantisation group')} of {group}"
+                hint = "take a number of ranks that divides the groups, or leave --tp out"
             raise ConfigError(
-                f"{name} has {counted(inputs, 'input')}{told}",
-                code="matrix-not-divisible",
-                where=where,
-                hint=_DIVISOR,
+                f"{name} has {what}", code="matrix-not-divisible", where=where, hint=hint
             )
 
 

@@ -45,7 +45,7 @@ def signs_of(
     signs = (
         _of_steps(history, started, samples, stages=stages),
         _of_memory(samples),
-        _of_faults(history),
+        _of_faults(history, samples),
         _of_length(history, started),
     )
     return [sign for some in signs for sign in some]
@@ -102,14 +102,16 @@ def _of_memory(samples: Sequence[Sample]) -> Iterator[Sign]:
         )
 
 
-def _of_faults(history: RunHistory) -> Iterator[Sign]:
+def _of_faults(history: RunHistory, samples: Sequence[Sample]) -> Iterator[Sign]:
     # A person's --resume does not count: it is the first attempt of another command.
     faults = sum(start.attempt > 1 for start in history.starts)
     if faults >= _RESTARTS:
-        yield Sign(
-            f"it was started again {counted(faults, 'time')} after faults",
-            "allhands cluster check; for computers that come and go Slurm, Kubernetes, SageMaker or Vertex AI",
+        advice = (
+            "read the causes in events.jsonl: a rank that was killed often had too little memory (allhands plan)"
+            if _is_one_computer(samples)
+            else "allhands cluster check; for computers that come and go Slurm, Kubernetes, SageMaker or Vertex AI"
         )
+        yield Sign(f"it was started again {counted(faults, 'time')} after faults", advice)
 
 
 def _of_length(history: RunHistory, started: RunStarted) -> Iterator[Sign]:

@@ -131,11 +131,13 @@ class _AllWays:
             yield self._way(f"4 bits, {name}", f"{QUANTISE}{_THEN}{flags}", both, combined=True)
 
     def _of_one(self, savings: Sequence[tuple[str, str, _Change]]) -> Iterator[Way]:
-        yield self._way("as it is", "", _same)
+        yield (plain := self._way("as it is", "", _same))
         half = _cut(max(self.work.row_tokens, self.work.tokens // 2))
         for name, flags, change in savings:
             simple = {half: "half micro-batches", CHECKPOINT: name}
-            yield self._way(simple.get(flags, name), flags, change, combined=flags not in simple)
+            way = self._way(simple.get(flags, name), flags, change, combined=flags not in simple)
+            if way.combined or way.rank_bytes < plain.rank_bytes:
+                yield way
 
     def _of_several(self, savings: Sequence[tuple[str, str, _Change]]) -> Iterator[Way]:
         wanted = TrainingNeeds(self.work.optimizer, cpu_native=not self.setting.divides)

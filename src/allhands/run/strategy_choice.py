@@ -18,7 +18,8 @@ from allhands.parallel.registry import ELEMENTWISE, STRATEGIES, TrainingNeeds
 # Trained numbers from which on the update takes a GPU longer than 0.5 ms.
 _WORTH_IT = 1 << 26
 _COMPILED = "add --compile on"
-_OTHERS = f"leave it out, or take one of {', '.join(ELEMENTWISE)}"
+_WITHOUT = "leave this strategy out"
+_OTHERS = f"{_WITHOUT}, or take another --optimizer: {', '.join(ELEMENTWISE)}"
 
 
 def chosen_strategy(
@@ -72,7 +73,9 @@ def require_fit(config: TrainConfig, wanted: TrainingNeeds) -> None:
 
 def _hint(name: str, wanted: TrainingNeeds) -> str:
     """Return what to do if a strategy does not fit."""
-    return _COMPILED if wanted.cpu_native and name == "zero1" else _OTHERS
+    if wanted.optimizer not in ELEMENTWISE:
+        return _OTHERS
+    return _COMPILED if wanted.cpu_native and name == "zero1" else _WITHOUT
 
 
 def _require_fit(asked: Iterable[tuple[str, str]], wanted: TrainingNeeds, hint: str) -> None:
