@@ -16,6 +16,7 @@ from allhands.checkpoints import quick_step
 from allhands.checkpoints.copies import Copies
 from allhands.checkpoints.rundir import MEMORY_FILE, PLOT_FILE, make_room, share_history
 from allhands.config.pretrain_schema import pretraining
+from allhands.config.schema import TrainConfig
 from allhands.data.loader import Largest
 from allhands.errors import AllhandsError
 from allhands.io.files import (
@@ -36,6 +37,7 @@ from allhands.observe.metrics import (
 )
 from allhands.observe.monitor import read_samples
 from allhands.observe.trackers import start_trackers, tracker_names
+from allhands.parallel.registry import STRATEGIES
 from allhands.run.context import RunContext
 from allhands.run.preparing import LoadedRun, versions
 from allhands.run.state import LoopState
@@ -60,10 +62,10 @@ class Outputs:
     ready: LoadedRun
     copies: Copies
 
-    def started(self, total: int, state: LoopState, largest: Largest) -> RunStarted:
+    def started(self, total: int, state: LoopState, largest: Largest, strategy: str) -> RunStarted:
         """Return the event for the start of a run of ``total`` batches.
 
-        ``largest``: size of this rank's largest work.
+        ``largest``: size of this rank's largest work. ``strategy``: its name in the registry.
         """
         ready, mesh = self.ready, self.surroundings.mesh
         config, windows, restored = ready.config, ready.data.train, ready.restored
@@ -94,6 +96,7 @@ class Outputs:
             total_iterations=max(total, state.iteration),
             grad_accumulation_steps=config.grad_accumulation_steps,
             seen=ready.data.seen,
+            strategy=_in_words(strategy, config) if mesh.size > 1 else "",
         )
 
     @contextmanager
@@ -203,6 +206,15 @@ class Outputs:
     def say(self, lines: Sequence[str]) -> None:
         """Print ``lines`` where this rank has a console."""
         self.surroundings.say(*lines)
+
+
+def _in_words(strategy: str, config: TrainConfig) -> str:
+    """Return a strategy's title, and the options that divide the work further."""
+    numbers = {"--tp": config.tp, "--ep": config.ep, "--cp": config.cp}
+    flags = [f"{flag} {number}" for flag, number in numbers.items() if number > 1]
+    if config.dp_shard:
+        flags.append(f"--dp-shard {config.dp_shard}")
+    return ", ".join([STRATEGIES[strategy].title, *flags])
 
 
 def _log_of(file: Path | None) -> TextIO | None:

@@ -216,7 +216,7 @@ class _RankRun:
         step = self._step(optimizer, state, compiled)
         require_timed(balance, config, step.strategy)
         self._restore_optimizer(optimizer, step)
-        sink.emit(self.outputs.started(total, state, largest))
+        sink.emit(self.outputs.started(total, state, largest, self._strategy))
         self._say_notes(windows, total / order.batches_per_epoch)
         self._explain(sizing, step, compiled)
         if state.iteration >= total:

@@ -255,6 +255,11 @@ def banner(started: RunStarted) -> list[str]:
         f"method      {started.method}",
         f"parameters  {trained} trained of {total} ({share:.3g} %)",
         f"ranks       {started.num_ranks}{backend}{cores}",
+        *(
+            [f"strategy    {started.strategy}"]
+            if started.num_ranks > 1 and started.strategy
+            else []
+        ),
         f"batch size  {counted(started.batch_size, 'sample')} {of_step}",
         f"steps       {started.total_steps}{iterations} on {counted(started.num_train_examples, noun)}"
         f" ({epochs:{'.1f' if epochs >= 0.095 else '.1g'}} epochs)",

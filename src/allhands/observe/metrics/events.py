@@ -49,6 +49,7 @@ class RunStarted:
         total_iterations: iterations of the whole run.
         grad_accumulation_steps: iterations of a step.
         seen: share of the validation examples that are trained on, too.
+        strategy: the way in which several ranks divide the work, in words and flags.
     """
 
     name: str
@@ -76,6 +77,7 @@ class RunStarted:
     total_iterations: int | None = None
     grad_accumulation_steps: int = 1
     seen: float = 0.0
+    strategy: str = ""
 
 
 @dataclass(frozen=True)
