@@ -395,13 +395,7 @@ class PartExchange:
             said: dict[str, Any] = {"files": files}
         except (AllhandsError, OSError) as error:
             told = error if isinstance(error, AllhandsError) else storage_error_of(error, directory)
-            said = {
-                "problem": [
-                    f"rank {self.communicator.rank}: {told.message}",
-                    told.hint,
-                    told.code,
-                ]
-            }
+            said = {"problem": _problem(self.communicator.rank, told)}
             for name in tensors:  # makes room for the note on a full disk
                 with suppress(OSError):
                     (directory / name).unlink(missing_ok=True)
@@ -435,13 +429,9 @@ class PartExchange:
             time.sleep(_POLL_S)
         text = note.read_text(encoding="utf-8")
         note.unlink()
-        if not text:
-            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            error = storage_error(directory, full)
-            raise StorageError(
-                f"rank {rank}: {error.message}", code=error.code, where=error.where, hint=error.hint
-            )
-        said = json.loads(text)
+        said: dict[str, Any] = (
+            json.loads(text) if text else {"problem": _problem(rank, _full(directory))}
+        )
         if "problem" in said:
             message, hint, code = said["problem"]
             raise StorageError(message, code=code, where=str(directory), hint=hint)
@@ -530,6 +520,16 @@ class _Writer:
 
     def stored(self) -> StoredFile:
         return StoredFile(self._size, self._digest.hexdigest())
+
+
+def _problem(rank: int, error: AllhandsError) -> list[str | None]:
+    """Return a rank's error as its note has it: message, hint and code."""
+    return [f"rank {rank}: {error.message}", error.hint, error.code]
+
+
+def _full(directory: Path) -> StorageError:
+    """Return the error of a full disk, on which a rank's note is empty."""
+    return storage_error(directory, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
 
 def _note_of(directory: Path, rank: int) -> Path:

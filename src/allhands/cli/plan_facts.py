@@ -218,7 +218,7 @@ class _Facts:
         if measured is None:
             return job
         needed = measured.peak_bytes if self.kind == "cuda" or job.compiled else 0
-        if needed and not job.compiled and job.blocks is not None and job.work is not None:
+        if needed and self.kind == "cuda" and job.blocks is not None and job.work is not None:
             most = format_bytes(
                 limit_for(max(needed, on_gpu(job.blocks, job.work).arrays), device_memory())
             )

@@ -108,6 +108,13 @@ def _refuse_given(config: Any, names: tuple[str, ...], needs: str) -> None:
             )
 
 
+def dividing_flags(config: Any) -> list[str]:
+    """Return the options that divide the work inside a strategy, as flags."""
+    numbers = {"--tp": config.tp, "--ep": config.ep, "--cp": config.cp}
+    flags = [f"{flag} {number}" for flag, number in numbers.items() if number > 1]
+    return flags + ([f"--dp-shard {config.dp_shard}"] if config.dp_shard is not None else [])
+
+
 def is_sharded(config: Any) -> bool:
     """True if ranks are to divide all arrays of the model."""
     return config.strategy in ("zero2", "zero3", "fsdp")

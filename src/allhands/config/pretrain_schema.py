@@ -202,3 +202,9 @@ class PretrainConfig(TrainConfig):
 def pretraining(config: TrainConfig) -> PretrainConfig | None:
     """Return ``config`` if it describes pre-training; else ``None``."""
     return config if isinstance(config, PretrainConfig) else None
+
+
+def model_name(config: TrainConfig) -> str:
+    """Return the model's name for people; a new model is named by its shape."""
+    fresh = pretraining(config)
+    return config.model if fresh is None else f"{fresh.shape}, new"

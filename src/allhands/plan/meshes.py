@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from allhands.config.combinations import dividing_flags
 from allhands.config.schema import TrainConfig
 from allhands.distributed.capabilities import can
 from allhands.distributed.mesh import Mesh
@@ -81,16 +82,11 @@ def asked_mesh(config: TrainConfig, ranks: int) -> Mesh | None:
 
 def flags_of(config: TrainConfig) -> str:
     """Return the options that ask for a way of dividing, as flags."""
-    values = {
-        "--strategy": config.strategy if config.strategy != "auto" else None,
-        "--pp": config.pp,
-        "--tp": config.tp if config.tp > 1 else None,
-        "--ep": config.ep if config.ep > 1 else None,
-        "--cp": config.cp if config.cp > 1 else None,
-        "--dp-shard": config.dp_shard,
-        "--reshard": config.reshard if config.reshard != "auto" else None,
-    }
-    return " ".join(f"{flag} {value}" for flag, value in values.items() if value is not None)
+    flags = [f"--strategy {config.strategy}"] if config.strategy != "auto" else []
+    flags += [f"--pp {config.pp}"] if config.pp is not None else []
+    flags += dividing_flags(config)
+    flags += [f"--reshard {config.reshard}"] if config.reshard != "auto" else []
+    return " ".join(flags)
 
 
 @dataclass(frozen=True)

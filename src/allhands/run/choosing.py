@@ -19,7 +19,7 @@ import mlx.core as mx
 import psutil
 
 from allhands.config.combinations import refuse_combinations
-from allhands.config.pretrain_schema import pretraining
+from allhands.config.pretrain_schema import model_name
 from allhands.config.schema import TrainConfig
 from allhands.distributed.backend import Communicator, finish_exchanges
 from allhands.distributed.bench import BenchPlan, time_all_sum, time_products
@@ -423,6 +423,6 @@ def _nothing_fits(rank: _Rank, told: Sequence[Mapping[str, Any]]) -> ModelError:
     return ModelError(
         f"no strategy fits this training into the ranks' memory: with --strategy {least} {_short_of(told, least)}",
         code="memory-too-small",
-        where=config.model if (new := pretraining(config)) is None else f"{new.shape}, new",
+        where=model_name(config),
         hint="; or ".join(hints),
     )

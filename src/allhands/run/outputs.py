@@ -15,8 +15,8 @@ from rich.console import Console
 from allhands.checkpoints import quick_step
 from allhands.checkpoints.copies import Copies
 from allhands.checkpoints.rundir import MEMORY_FILE, PLOT_FILE, make_room, share_history
-from allhands.config.pretrain_schema import pretraining
-from allhands.config.schema import TrainConfig
+from allhands.config.combinations import dividing_flags
+from allhands.config.pretrain_schema import model_name, pretraining
 from allhands.data.loader import Largest
 from allhands.errors import AllhandsError
 from allhands.io.files import (
@@ -69,11 +69,10 @@ class Outputs:
         """
         ready, mesh = self.ready, self.surroundings.mesh
         config, windows, restored = ready.config, ready.data.train, ready.restored
-        fresh = pretraining(config)
         return RunStarted(
             name=self.directory.name,
-            model=config.model if fresh is None else f"{fresh.shape}, new",
-            method=config.fine_tune_type if fresh is None else "pre-training",
+            model=model_name(config),
+            method="pre-training" if pretraining(config) else config.fine_tune_type,
             num_ranks=mesh.size,
             backend=ready.communicator.backend,
             batch_size=config.batch_size,
@@ -96,7 +95,9 @@ class Outputs:
             total_iterations=max(total, state.iteration),
             grad_accumulation_steps=config.grad_accumulation_steps,
             seen=ready.data.seen,
-            strategy=_in_words(strategy, config) if mesh.size > 1 else "",
+            strategy=", ".join([STRATEGIES[strategy].title, *dividing_flags(config)])
+            if mesh.size > 1
+            else "",
         )
 
     @contextmanager
@@ -206,15 +207,6 @@ class Outputs:
     def say(self, lines: Sequence[str]) -> None:
         """Print ``lines`` where this rank has a console."""
         self.surroundings.say(*lines)
-
-
-def _in_words(strategy: str, config: TrainConfig) -> str:
-    """Return a strategy's title, and the options that divide the work further."""
-    numbers = {"--tp": config.tp, "--ep": config.ep, "--cp": config.cp}
-    flags = [f"{flag} {number}" for flag, number in numbers.items() if number > 1]
-    if config.dp_shard:
-        flags.append(f"--dp-shard {config.dp_shard}")
-    return ", ".join([STRATEGIES[strategy].title, *flags])
 
 
 def _log_of(file: Path | None) -> TextIO | None:
