@@ -46,11 +46,11 @@ def found(size: int, *names: str) -> dict[str, dict[str, Any]]:
 
 
 def assert_right(errors: dict[str, Any]) -> None:
-    """What rounding alone changes in some architectures is more than what it may change here in
-    others.
+    """In some architectures, the last place of the weights changes a gradient by more than what
+    ranks may change in others: by 1.5e-5 in gemma3, where one process is 1e-5 from float64.
     """
     assert errors["loss"] < 2e-6, errors
-    assert errors["gradient"] < max(5e-6, 2 * errors["noise"]), errors
+    assert errors["gradient"] < max(5e-6, errors["noise"]), errors
 
 
 @pytest.mark.slow

@@ -383,8 +383,17 @@ def batches(step: int, count: int) -> list[MicroBatch]:
     return found
 
 
+# Adam divides a gradient by its own size: with the usual 1e-8, rounding alone moves a weight whose
+# gradient is next to nothing by as much as any other.
+EPS = 1e-6
+
+
+def adam() -> Any:
+    return KernelAdamW(1e-3, eps=EPS)
+
+
 def decaying_matrices() -> Any:
-    optimizer = KernelAdamW(1e-3, weight_decay=0.5)
+    optimizer = KernelAdamW(1e-3, eps=EPS, weight_decay=0.5)
     optimizer.matrices_only = True
     return optimizer
 
@@ -413,7 +422,7 @@ def trained(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scatters", [False, True], ids=["summed", "scattered"])
-@pytest.mark.parametrize("make", [lambda: KernelAdamW(1e-3), lambda: SGD(1e-2), decaying_matrices])
+@pytest.mark.parametrize("make", [adam, lambda: SGD(1e-2), decaying_matrices])
 def test_steps_are_those_of_a_whole_model(make: Callable[[], Any], scatters: bool) -> None:
     counts = (1, 2, 1, 3, 1)
     losses, weights = trained(make(), counts)
@@ -421,7 +430,7 @@ def test_steps_are_those_of_a_whole_model(make: Callable[[], Any], scatters: boo
     assert found[0] == pytest.approx(losses, rel=1e-5)
     assert found[1].keys() == weights.keys()
     for name, array in weights.items():
-        assert mx.allclose(found[1][name].reshape(array.shape), array, rtol=1e-4, atol=1e-5), name
+        assert mx.allclose(found[1][name].reshape(array.shape), array, rtol=1e-5, atol=5e-6), name
 
 
 @pytest.mark.parametrize("scatters", [False, True], ids=["summed", "scattered"])
