@@ -532,6 +532,40 @@ def test_other_data_and_another_model_are_refused(
     train(flags, resume="auto", data=str(copied))
 
 
+@pytest.mark.parametrize("changed", ["examples", "number"])
+def test_other_validation_examples_are_not_compared(
+    changed: str, flags: dict[str, Any], tmp_path: Path
+) -> None:
+    """The best weights are those of the new examples, also where the earlier losses were lower."""
+    data = Path(shutil.copytree(flags["data"], tmp_path / "data"))
+    flags |= {"data": str(data), "batch_size": 2, "warmup_steps": 0}
+    flags |= {"early_stopping_patience": 99, "early_stopping_min_delta": 9.0}
+    train(flags, iters=4)
+    run = Path(flags["adapter_path"])
+    before = read_metrics(run).valid[-1]
+    assert before.step == 2
+    first = train(
+        flags | {"adapter_path": str(shutil.copytree(run, tmp_path / "same"))}, resume="auto"
+    )
+    ended = read_metrics(first).ended
+    assert ended is not None
+    assert ended.best_step == 0  # no loss falls by 9
+    more: dict[str, Any] = {"val_batches": 1}
+    if changed == "examples":
+        write_chat_data(tmp_path / "other", train=11, valid=4, longest=30, seed=3)
+        shutil.copy(tmp_path / "other" / "valid.jsonl", data / "valid.jsonl")
+        more = {}
+    history = read_metrics(train(flags, resume="auto", **more))
+    assert history.ended is not None
+    assert history.ended.best_step == 2
+    assert [one.step for one in history.comparable] == [one.step for one in history.valid][1:]
+    assert history.comparable[0].loss != before.loss
+    assert history.comparable[0].best
+    assert bits(run / "best" / "adapters.safetensors") == bits(
+        sorted((run / "checkpoints").glob("step-*"))[0] / "adapters.safetensors"
+    )
+
+
 def test_a_change_that_is_allowed_is_told(
     flags: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

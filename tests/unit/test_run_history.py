@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from allhands.observe.judging import judge_run
 from allhands.observe.metrics import (
     Event,
     JsonlSink,
@@ -135,6 +136,40 @@ def test_killed_after_any_event_and_resumed_it_is_the_same_run(
             isinstance(event, TrainReport) and event.step > start for event in events[:kept]
         )
     assert repeated >= 3  # kills between a report and the checkpoint after it
+
+
+def test_validations_on_other_examples_are_not_compared(tmp_path: Path) -> None:
+    """A run goes on from step 40 with other validation examples, whose losses are higher."""
+
+    def validated(step: int, loss: float) -> ValidReport:
+        return ValidReport(step, loss, 900, step * 0.5, 1.0, best=False)
+
+    first = replace(STARTED, validated="a/9")
+    before = [event for event in life() if not isinstance(event, RunStarted | RunEnded)]
+    since = {40: 5.0, 60: 4.0}
+    runs = {
+        "more": replace(STARTED, step=40, validated="a/12"),
+        "others": replace(STARTED, step=40, validated="b/9"),
+        "the same": replace(STARTED, step=40, validated="a/9"),
+        "an old file": replace(STARTED, step=40),
+    }
+    kinds: dict[str, list[str]] = {}
+    for name, second in runs.items():
+        after = [validated(*pair) for pair in since.items()]
+        again = [replace(second, attempt=2), *after] if name == "others" else []
+        append(tmp_path / name / "metrics.jsonl", [first, *before, second, *after, *again])
+        history = read_metrics(tmp_path / name)
+        changed = name in ("more", "others")
+        told = [(report.step, report.loss) for report in history.comparable]
+        expected = VALID | {60: 4.0}
+        assert told == list((since if changed else expected).items()), name
+        assert {one.step: one.loss for one in history.valid} == expected | (
+            since if changed else {}
+        )
+        kinds[name] = [judgement.kind for judgement in judge_run(history, is_over=True)]
+    assert "worse" in kinds["the same"]
+    assert "worse" in kinds["an old file"]
+    assert not {"worse", "overfitting"} & {*kinds["others"], *kinds["more"]}
 
 
 def test_two_restarts_without_progress(tmp_path: Path, undisturbed: RunHistory) -> None:

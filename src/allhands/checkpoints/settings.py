@@ -174,7 +174,10 @@ def check_contents(
         raise _other_data(checkpoint, fresh, template)
     before, now = state["data"].get("valid"), data.get("valid")
     if before is not None and now is not None and before != now:
-        return ["the validation data have changed: losses before and after cannot be compared"]
+        return [
+            "the validation data have changed: losses before and after cannot be compared, "
+            "and the best weights (best/) are chosen anew"
+        ]
     return []
 
 

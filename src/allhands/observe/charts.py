@@ -237,7 +237,7 @@ def loss_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[C
             marks += [(place(step, seconds), colour) for step, seconds in run.restarts]
             elapsed_s = _between("elapsed_s", [*run.train, *run.valid])
             crosses += [(place(one.step, elapsed_s(one.step)), colour) for one in run.skipped]
-            if known := [one for one in run.valid if math.isfinite(one.loss)]:
+            if known := [one for one in run.comparable if math.isfinite(one.loss)]:
                 best = min(known, key=lambda one: one.loss)
                 stars.append((place(best.step, best.elapsed_s), best.loss, colour))
         title, y_label = f"Loss over {key}", "loss per token (lower is better)"

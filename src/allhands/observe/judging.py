@@ -49,7 +49,8 @@ def judge_run(history: RunHistory, *, is_over: bool | None = None) -> list[Judge
         is_over: True if it has ended; ``None``: by its metrics.
     """
     train, valid = (
-        Curve.of([(one.step, one.loss) for one in each]) for each in (history.train, history.valid)
+        Curve.of([(one.step, one.loss) for one in each])
+        for each in (history.train, history.comparable)
     )
     course = Course(
         norms=Curve.of([(one.step, one.grad_norm) for one in history.train]).finite(),

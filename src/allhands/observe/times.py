@@ -128,7 +128,7 @@ def times_of(runs: Sequence[RunHistory]) -> tuple[list[str], list[tuple[str, lis
 
 
 def _figures(run: RunHistory, speed: float, speed_up: float) -> dict[str, str]:
-    losses = [report.loss for report in run.valid if np.isfinite(report.loss)]
+    losses = [report.loss for report in run.comparable if np.isfinite(report.loss)]
     done = max(
         [report.step for report in run.train] + ([run.ended.step] if run.ended else []), default=0
     )

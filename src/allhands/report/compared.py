@@ -28,7 +28,7 @@ def unlike_validations(runs: Sequence[ReportFacts]) -> str:
     runs = [run for run in runs if run.history.valid]
     if len(runs) < 2:
         return ""
-    counted = {max(one.num_tokens for one in run.history.valid) for run in runs}
+    counted = {max(one.num_tokens for one in run.history.comparable) for run in runs}
     # With more batches than there are examples, all of them are taken, whatever the number says.
     options = (*_ABOUT, "val_batches", "batch_size") if len(counted) > 1 else _ABOUT
     # An option that was not given is the same as one that is off.

@@ -385,7 +385,7 @@ def _parameters(started: RunStarted) -> str | None:
 def _data(run: ReportFacts) -> dict[str, object]:
     """Data of one run."""
     history, last = run.history, run.history.last
-    validated = max((one.num_tokens for one in history.valid), default=0)
+    validated = max((one.num_tokens for one in history.comparable), default=0)
     bits = [one.bits_per_byte for one in history.valid if one.bits_per_byte is not None]
     test_loss = history.ended and history.ended.test_loss
     return {

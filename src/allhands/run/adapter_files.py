@@ -220,7 +220,8 @@ def warning_of(adapter_path: Path | None, model: str | None = None) -> str | Non
 def _step_of(weights: Path, history: RunHistory) -> int | None:
     """Return the step after which weights were written; ``None`` for the last step."""
     if weights.name in (BEST, BEST_MODEL):
-        return min(history.valid, key=lambda one: one.loss).step if history.valid else None
+        validated = history.comparable
+        return min(validated, key=lambda one: one.loss).step if validated else None
     if not is_checkpoint(weights):
         return None
     found = look_at(weights, verify=False)

@@ -115,6 +115,29 @@ class Datasets:
             name: self.stored[name].fingerprint if name in self.stored else None for name in SPLITS
         }
 
+    def validated(self, config: TrainConfig) -> str | None:
+        """Return the examples on which a run validates: fingerprint of the split, ``/``, number of
+        rows; ``None`` for none.
+        """
+        return self._validated(self.fingerprints()["valid"], config.val_batches, config.batch_size)
+
+    def validated_before(self, saved: Mapping[str, Any]) -> str | None:
+        """Return what :meth:`validated` was in the run of a checkpoint.
+
+        Args:
+            saved: content of its ``state.json``.
+        """
+        config, data = saved.get("config", {}), saved.get("data", {})
+        return self._validated(
+            data.get("valid"), config.get("val_batches", 0), config.get("batch_size", 0)
+        )
+
+    def _validated(self, fingerprint: str | None, num_batches: int, batch_size: int) -> str | None:
+        if fingerprint is None or num_batches == 0 or self.valid is None:
+            return None
+        rows = len(self.valid)
+        return f"{fingerprint}/{rows if num_batches < 0 else min(rows, num_batches * batch_size)}"
+
     def recorded(self) -> dict[str, str | None]:
         """Return the entries for a checkpoint: the fingerprints, and the moment of dates."""
         return {

@@ -98,6 +98,7 @@ class Outputs:
             strategy=", ".join([STRATEGIES[strategy].title, *dividing_flags(config)])
             if mesh.size > 1
             else "",
+            validated=ready.data.validated(config),
         )
 
     @contextmanager

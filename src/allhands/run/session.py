@@ -36,6 +36,7 @@ from allhands.model.tokenizer import positions_of
 from allhands.objectives.base import Objective
 from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.observe.metrics import METRICS_FILE, RunEnded, Sampled, Sink
+from allhands.observe.metrics.history import other_examples
 from allhands.observe.monitor import Identity, ProcessSampler, monitor_file
 from allhands.observe.monitor.samples import LOGS
 from allhands.observe.trackers import require_trackers, tracker_names
@@ -197,6 +198,10 @@ class _RankRun:
         config, ready = self.config, self.ready
         saved = {} if ready.restored is None else ready.restored.state
         state = LoopState.from_json(saved) if saved else LoopState()
+        if saved and other_examples(
+            ready.data.validated_before(saved), ready.data.validated(config)
+        ):
+            state = state.without_validations()
         updates = state.steps_in_all(total, config.grad_accumulation_steps)
         optimizer = make_optimizer(config, updates, half=in_half(ready.loaded.model))
         compiled = compiles(config, total, ready.loaded.model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from allhands.errors import CheckpointError
@@ -100,6 +100,19 @@ class LoopState:
         ``accumulated``.
         """
         return self.step + max(0, math.ceil((total - self.iteration) / accumulated))
+
+    def without_validations(self) -> LoopState:
+        """Return the state of a run that goes on with other validation examples: a loss on these is
+        no better and no worse than one on the earlier examples.
+        """
+        anew = LoopState()
+        return replace(
+            self,
+            best_loss=anew.best_loss,
+            best_step=anew.best_step,
+            stale_validations=anew.stale_validations,
+            validation_due=anew.validation_due,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values, from which :meth:`from_json` makes the state of a later start."""

@@ -50,6 +50,8 @@ class RunStarted:
         grad_accumulation_steps: iterations of a step.
         seen: share of the validation examples that are trained on, too.
         strategy: the way in which several ranks divide the work, in words and flags.
+        validated: the validated examples: fingerprint of the data, ``/``, number of examples.
+            ``None``: none, or unknown.
     """
 
     name: str
@@ -78,6 +80,7 @@ class RunStarted:
     grad_accumulation_steps: int = 1
     seen: float = 0.0
     strategy: str = ""
+    validated: str | None = None
 
 
 @dataclass(frozen=True)

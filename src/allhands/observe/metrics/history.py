@@ -63,6 +63,18 @@ class RunHistory:
         return self.train[-1] if self.train else None
 
     @property
+    def comparable(self) -> list[ValidReport]:
+        """The validations on the same examples as the last one. A run may go on with others, whose
+        losses say nothing about the earlier ones.
+        """
+        since, before = 0, None
+        for start in self.starts:
+            if other_examples(before, start.validated):
+                since = start.step
+            since, before = min(since, start.step), start.validated or before
+        return [one for one in self.valid if one.step >= since]
+
+    @property
     def peaks(self) -> list[int]:
         """The highest memory that each rank has reported, in bytes, over all starts, of however
         many ranks.
@@ -171,6 +183,11 @@ def _replay(events: Iterable[Event], name: str) -> RunHistory:
 _Kept: TypeAlias = "dict[_Key, StepReport]"
 
 
+def other_examples(before: str | None, now: str | None) -> bool:
+    """Return True if two starts validate on different examples; see ``RunStarted.validated``."""
+    return None not in (before, now) and before != now
+
+
 def _go_on(history: RunHistory, event: RunStarted, kept: _Kept) -> tuple[_Kept, float]:
     """Take a start into the history; return the entries that it keeps, and the seconds before it."""
     goes_on = event.step > 0 or event.attempt > 1
@@ -180,6 +197,10 @@ def _go_on(history: RunHistory, event: RunStarted, kept: _Kept) -> tuple[_Kept, 
     reported = (one.peak_memory_bytes for one in kept.values() if isinstance(one, TrainReport))
     history.lost_peaks = _highest([history.lost_peaks, *reported])
     kept = {key: entry for key, entry in kept.items() if entry.step <= event.step and event.step}
+    known = [start.validated for start in history.starts if start.validated]
+    if known and other_examples(known[-1], event.validated):
+        # The step is validated again, on the new examples.
+        kept.pop((ValidReport, event.step, None), None)
     # The checkpoint knows better than the last report before it; the clock never goes back.
     times = (
         entry.elapsed_s for entry in kept.values() if isinstance(entry, TrainReport | ValidReport)
