@@ -64,8 +64,11 @@ def test_groups_along_an_axis_are_its_lines_in_the_grid_of_ranks(sizes: dict[str
             assert mesh.members(axis) in mesh.groups(axis)
         assert mesh.members(*AXES) == tuple(range(size))
         # Rows are divided over data, shard and expert.
-        assert mesh.data_size == shape[0] * shape[1] * shape[4]
-        assert mesh.data_rank == (place[0] * shape[1] + place[1]) * shape[4] + place[4]
+        dividing = [AXES.index(axis) for axis in ("data", "shard", "expert")]
+        shares = np.arange(math.prod(shape[at] for at in dividing))
+        assert mesh.data_size == len(shares)
+        shares = shares.reshape([shape[at] for at in dividing])
+        assert mesh.data_rank == shares[tuple(place[at] for at in dividing)]
         assert mesh.weights == (1.0,) * mesh.data_size
 
 
@@ -83,6 +86,8 @@ def test_ranks_are_on_data_unless_they_are_said_to_be_elsewhere() -> None:
     # The slowest link first: neighbours in number are neighbours on the last axis.
     assert Mesh(0, 8, data=2, tensor=4).members("tensor") == (0, 1, 2, 3)
     assert Mesh(0, 8, data=2, tensor=4).members("data") == (0, 4)
+    # Of two computers with two ranks each, one has the first stage: what it fetches stays there.
+    assert Mesh(0, 4, pipe=2, shard=2).members("shard") == (0, 1)
 
 
 @pytest.mark.parametrize(

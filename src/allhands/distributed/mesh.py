@@ -11,9 +11,10 @@ from typing import Literal, NamedTuple, get_args
 from allhands.errors import ConfigError
 from allhands.io.formatting import counted
 
-Axis = Literal["data", "shard", "pipe", "tensor", "expert", "context"]
+Axis = Literal["data", "pipe", "shard", "tensor", "expert", "context"]
 # The first axis is for the slowest link. Ranks that differ only on the last axis have neighbouring
-# numbers, so they are usually on one computer.
+# numbers, so they are usually on one computer. Stages hand on activations, which are little beside
+# the parameters that ranks along "shard" fetch.
 AXES: tuple[Axis, ...] = get_args(Axis)
 
 
@@ -21,8 +22,8 @@ class Coordinates(NamedTuple):
     """A rank's place on each axis, from 0."""
 
     data: int
-    shard: int
     pipe: int
+    shard: int
     tensor: int
     expert: int
     context: int
@@ -35,8 +36,8 @@ class Mesh:
     Each axis divides something among its ranks:
 
     - ``data``: the rows of a batch, among copies of the model;
-    - ``shard``: the rows *and* the stored parameters (fully sharded);
     - ``pipe``: the layers;
+    - ``shard``: the rows *and* the stored parameters (fully sharded);
     - ``tensor``: the matrices;
     - ``expert``: the rows *and* the experts;
     - ``context``: the token positions of a row.
@@ -53,7 +54,7 @@ class Mesh:
         weights: relative speed of each data rank, which gives its share of a batch; empty: all are
             equal.
         data: size of the axis ``data``; ``None``: ``size`` divided by the other axes' sizes.
-        shard, pipe, tensor, expert, context: sizes of the other axes.
+        pipe, shard, tensor, expert, context: sizes of the other axes.
         storing: the axes along which ranks have different parts of the stored parameters.
 
     Raises:
@@ -67,8 +68,8 @@ class Mesh:
     local_size: int = 1
     weights: tuple[float, ...] = ()
     data: int | None = None
-    shard: int = 1
     pipe: int = 1
+    shard: int = 1
     tensor: int = 1
     expert: int = 1
     context: int = 1
@@ -181,7 +182,7 @@ class Mesh:
 
     def _sizes(self) -> tuple[int, ...]:
         assert self.data is not None
-        return self.data, self.shard, self.pipe, self.tensor, self.expert, self.context
+        return self.data, self.pipe, self.shard, self.tensor, self.expert, self.context
 
     def _check_places(self) -> None:
         for name, rank, size in (
