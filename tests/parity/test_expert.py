@@ -227,26 +227,39 @@ def test_every_way_of_training_does(
     assert_same(place / f"one{name}", place / f"two{name}")
 
 
-@pytest.mark.slow
-def test_checkpoints_are_those_of_any_other_division(place: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(place: Path) -> Path:
+    """A training of one process with Adam; ``half`` and ``half-alone`` stopped after two steps of
+    it, with divided experts and without.
+    """
     train(place, "adam", *ADAM)
     train(place, "half", *ADAM, *DIVIDED, "--iters", "2")
-    ways = {
-        "again": DIVIDED,
-        "none": (),
-        "copies": ("-n", "2", *RING),
-        "matrices": ("-n", "2", "--tp", "2"),
-        "both": ("-n", "2", "--tp", "2", "--ep", "2"),
-        "sharded": ("-n", "2", "--strategy", "fsdp"),
-        "four": ("-n", "4", *RING, "--ep", "4"),
-    }
-    for name, way in ways.items():
-        shutil.copytree(place / "half", place / name)
-        train(place, name, *ADAM, *way, "--resume", "auto")
-        assert_same(place / "adam", place / name)
     train(place, "half-alone", *ADAM, "--iters", "2")
-    train(place, "half-alone", *ADAM, *DIVIDED, "--resume", "auto")
-    assert_same(place / "adam", place / "half-alone")
+    return place / "adam"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("saved", "way"),
+    [
+        ("half", DIVIDED),
+        ("half", ()),
+        ("half", ("-n", "2", *RING)),
+        ("half", ("-n", "2", "--tp", "2")),
+        ("half", ("-n", "2", "--tp", "2", "--ep", "2")),
+        ("half", ("-n", "2", "--strategy", "fsdp")),
+        ("half", ("-n", "4", *RING, "--ep", "4")),
+        ("half-alone", DIVIDED),
+    ],
+    ids=["again", "none", "copies", "matrices", "both", "sharded", "four", "from none"],
+)
+def test_checkpoints_are_those_of_any_other_division(
+    place: Path, whole: Path, saved: str, way: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
+    run = place / f"{request.node.name} resumed"
+    shutil.copytree(place / saved, run)
+    train(place, run.name, *ADAM, *way, "--resume", "auto")
+    assert_same(whole, run)
 
 
 @pytest.mark.slow
