@@ -220,6 +220,39 @@ def test_nothing_is_cut_off_and_no_label_lies_on_another(
         assert box.y1 <= title.y0
 
 
+@pytest.mark.parametrize("late", [0.5, 6.0, 3.0, 12.0])
+def test_no_curve_is_hidden_by_the_legend_of_styles(
+    late: float, tmp_path: Path, drawn: list[Figure]
+) -> None:
+    """Validation losses rise to ``late``, as where a model learns by heart."""
+    run = history(num_points=30)
+    run.valid[:] = [
+        ValidReport(step, max(late * step / 30, 0.2), 90, step * 2.0, 1.0, best=False)
+        for step in range(3, 31, 3)
+    ]
+    plot_losses([run], tmp_path / "a.png")
+    panel = drawn[0].axes[1]
+    legend = panel.get_legend()
+    assert legend is not None
+    box = legend.get_window_extent()
+    curves = [line for line in panel.lines if line.get_linestyle() != ":"]
+    for line in curves:
+        points = panel.transData.transform(np.asarray(line.get_xydata(), dtype=np.float64))
+        assert not any(box.contains(x, y) for x, y in points), legend.get_loc()
+
+
+def test_validations_on_other_examples_are_another_line(
+    tmp_path: Path, drawn: list[Figure]
+) -> None:
+    run = history()
+    assert run.started is not None
+    starts = (replace(run.started, validated="a/9"), replace(run.started, step=20, validated="b/9"))
+    plot_losses([replace(run, starts=list(starts))], tmp_path / "a.png")
+    before, since = lines(drawn[0], 0, "--")
+    np.testing.assert_allclose(before, [[10, 2.5]])
+    np.testing.assert_allclose(since, [[20, 1.8], [30, 2.0]])
+
+
 def test_identical_runs_stay_visible(tmp_path: Path, drawn: list[Figure]) -> None:
     plot_losses([history("a"), history("b")], tmp_path / "a.png")
     solid = [line for line in drawn[0].axes[0].lines if line.get_linestyle() == "-"]

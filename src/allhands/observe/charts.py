@@ -283,9 +283,10 @@ def _loss_lines(
         yield replace(plain, label=f"{plain.label}, smoothed", y=smoothed)
         plain = replace(plain, faint=True, width=1.0)
     yield plain
-    yield line_of(
-        f"{label}: validation", colour, points(run.valid), dashed=True, points=True, width=width
-    )
+    comparable = points(run.comparable)
+    earlier = points(run.valid)[: len(run.valid) - len(comparable)]
+    for name, each in (("validation on earlier examples", earlier), ("validation", comparable)):
+        yield line_of(f"{label}: {name}", colour, each, dashed=True, points=True, width=width)
 
 
 def line_width(place: int, count: int) -> float:

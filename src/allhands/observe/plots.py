@@ -41,6 +41,7 @@ from allhands.observe.monitor.samples import Sample
 from allhands.observe.times import names_of
 
 _MARKS = 8  # on a curve
+_LEGEND_WIDTH = 0.36  # of line styles, as a part of a panel of losses
 _HATCHES = ("", "///", "...", "xx", "---", "ooo", "\\\\\\")  # of ranks, besides their colours
 _DOTTED = (0, (1, 3))
 Look = dict[str, Any]  # how something is drawn, in matplotlib's words
@@ -100,16 +101,40 @@ def plot_losses(
         left.locator_params(integer=True, axis="x")
         right.tick_params(labelleft=True)
         right.set_ylabel("")
-        # matplotlib's best place takes long to find among many points, and it warns of that.
+        styles = _styles(by_step)
         right.legend(
-            handles=_styles(by_step),
-            loc="upper right",
+            handles=styles,
+            loc=_free_place(right, charts["loss-time"], 0.05 * len(styles) + 0.04),
             frameon=True,
             facecolor="white",
             edgecolor="none",
         )
         figure.legend(handles=_names(labels, by_step), loc="outside lower center", ncols=2)
     return out
+
+
+def _free_place(axes: Axes, chart: Chart, height: float) -> str:
+    """Return the place for a legend of this height, as a part of the panel's, with the fewest
+    curves behind it.
+
+    matplotlib's own ``best`` takes long among many points, and warns of that.
+    """
+    drawn = [line.known for line in chart.lines]
+    dense = [
+        np.column_stack([x := np.linspace(xs[0], xs[-1], 200), np.interp(x, xs, ys)])
+        for xs, ys in (np.array(points, dtype=np.float64).T for points in drawn if points)
+    ]
+    axes.autoscale_view()
+    x, y = axes.transLimits.transform(np.concatenate(dense)).T
+    right, middle = x > 1 - _LEGEND_WIDTH, abs(y - 0.5) < height / 2
+    behind = {
+        "upper right": right & (y > 1 - height),
+        "center right": right & middle,
+        "upper center": (abs(x - 0.5) < _LEGEND_WIDTH / 2) & (y > 1 - height),
+        "lower left": (x < _LEGEND_WIDTH) & (y < height),
+        "upper left": (x < _LEGEND_WIDTH) & (y > 1 - height),
+    }
+    return min(behind, key=lambda place: int(behind[place].sum()))
 
 
 def _draw_losses(axes: Axes, chart: Chart) -> None:
