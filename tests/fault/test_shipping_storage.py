@@ -13,7 +13,7 @@ import pytest
 from command_line import call_allhands
 from tiny import write_adapter, write_model
 
-from allhands.errors import ConfigError, StorageError
+from allhands.errors import ConfigError, ModelError, StorageError
 from allhands.export.fusing import FuseOptions, fuse_model
 
 _KB = 8  # a file may have no more; the adapter alone has more
@@ -61,12 +61,14 @@ def test_a_model_that_is_there_is_another_place_to_name(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_written_to_is_found_before_anything_is_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
+    """Of a model whose weights cannot be read, either, the place is named."""
     base = write_model(tmp_path / "base")
+    weights = base / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:500])
     (tmp_path / "file").write_text("no directory")
-    computed: list[object] = []
-    monkeypatch.setattr("allhands.export.fusing._logits", computed.append)
     with pytest.raises(StorageError, match="file"):
         fuse_model(FuseOptions(str(base), None), tmp_path / "file" / "out")
-    assert not computed
+    with pytest.raises(ModelError):
+        fuse_model(FuseOptions(str(base), None), tmp_path / "out")

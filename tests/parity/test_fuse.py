@@ -205,12 +205,14 @@ def test_wrong_input_is_one_message_and_leaves_nothing(
 def test_a_fused_model_that_computes_something_else_is_not_kept(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from mlx_lm.tuner.lora import LoRALinear
+
     from allhands.errors import ModelError
     from allhands.export import fusing
 
     adapter = write_adapter(base, tmp_path / "run")
-    # As if the merging forgot the adapter.
-    monkeypatch.setattr(fusing, "_fused", lambda module: module["linear"])
+    # As if mlx_lm's merging forgot the adapter.
+    monkeypatch.setattr(LoRALinear, "fuse", lambda module: module["linear"])
     with pytest.raises(ModelError, match="are not those of model and adapter"):
         fusing.fuse_model(fusing.FuseOptions(None, adapter), tmp_path / "fused")
     assert not (tmp_path / "fused").exists()

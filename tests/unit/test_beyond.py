@@ -309,7 +309,7 @@ def test_keys_of_a_run_that_goes_on_and_of_an_adapter_that_is_tested(
     """They were taken once, by mlx_lm or an earlier version: only a new run can do without them."""
     keys = {"keys": ["self_attn.q_proj", "attention.wq"], "rank": 2}
     with monkeypatch.context() as patch:
-        patch.setattr("allhands.model.adapters._unmatched", lambda *_: ())
+        patch.setattr("allhands.model.adapters.unmatched_keys", lambda *_: ())
         train(tiny_model, lora_parameters=keys)
     train(tiny_model, lora_parameters=keys, resume="auto", iters=2)
     assert evaluated(tiny_model, tiny_data, adapter_path=str(tmp_path / "out")) > 0.0

@@ -297,7 +297,7 @@ def test_a_check_that_could_not_compare_every_row_is_made_again(
     run: Any, counted: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch, fails: int
 ) -> None:
     """Memory may have been short for a moment."""
-    usual, calls = GradientCheck._theirs, list[int]()
+    usual, calls = GradientCheck.theirs, list[int]()
 
     def failing(self: GradientCheck, *args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -305,7 +305,7 @@ def test_a_check_that_could_not_compare_every_row_is_made_again(
             raise RuntimeError("[malloc] Unable to allocate")
         return usual(self, *args, **kwargs)
 
-    monkeypatch.setattr(GradientCheck, "_theirs", failing)
+    monkeypatch.setattr(GradientCheck, "theirs", failing)
     run()
     assert not cache.exists()
     run()

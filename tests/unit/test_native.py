@@ -497,7 +497,7 @@ def test_new_memory_is_filled_through_its_view(shape: tuple[int, ...]) -> None:
 @pytest.fixture
 def unwritten(monkeypatch: pytest.MonkeyPatch) -> Iterator[native_arrays.Unwritten]:
     made = native_arrays.Unwritten()
-    monkeypatch.setattr(native_arrays, "_unwritten", made)
+    monkeypatch.setattr(native_arrays, "unwritten", made)
     yield made
     library = native_library()
     assert library is not None

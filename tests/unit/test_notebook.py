@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import nbformat
 import pytest
@@ -60,9 +61,9 @@ def test_this_process_is_no_notebook() -> None:
     assert not in_notebook()
 
 
-def test_warnings_stay_and_html_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = NotebookOutput(lambda line: line.replace("--iters", "iters"))
-    monkeypatch.setattr(page, "_update", lambda: None)
+def test_warnings_stay_and_html_is_escaped() -> None:
+    shown = Mock()
+    page = NotebookOutput(lambda line: line.replace("--iters", "iters"), shown)
     sink = ConsoleSink(Console(file=page))  # type: ignore[arg-type]
     for number in range(9):
         sink.emit(Warned(0, f"<b>{number}</b> --iters"))
@@ -72,3 +73,5 @@ def test_warnings_stay_and_html_is_escaped(monkeypatch: pytest.MonkeyPatch) -> N
     assert bundle["text/plain"].count("event") == 5
     assert "--" not in bundle["text/plain"]
     assert "<b>" not in bundle["text/html"]
+    shown.assert_called_once()  # one output, that is updated
+    assert shown.return_value.update.call_count == 17

@@ -396,7 +396,9 @@ def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "_AT_THE_END_S", 0.2)
-    monkeypatch.setattr(parts.PartExchange, "_write", lambda self, directory, tensors: None)
+
+    def gone() -> None:
+        raise RuntimeError("the process is gone")
 
     def work(communicator: ThreadCommunicator) -> Any:
         rank = communicator.rank
@@ -404,7 +406,8 @@ def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(
             communicator, tmp_path, Held(lambda: groups(rank, 2, "flat")), rank == 0
         )
         assert exchange is not None
-        delivery = exchange.begin(tmp_path / "checkpoints" / "step-0000001")
+        writes = gone if rank == 1 else lambda: None
+        delivery = exchange.begin(tmp_path / "checkpoints" / "step-0000001", writes)
         exchange.close()
         if delivery is None:
             return None

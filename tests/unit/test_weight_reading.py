@@ -79,14 +79,14 @@ def test_each_thread_has_about_as_much(files: list[Path], monkeypatch: pytest.Mo
 def test_what_cannot_be_read_is_said_and_nothing_hangs(
     files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = reading._lazy  # pyright: ignore[reportPrivateUsage]
+    whole = reading.lazy_arrays
 
     def torn(file: Path, stream: mx.Stream | None = None) -> dict[str, mx.array]:
         if stream is not None and file.name == "model-2.safetensors":
             raise RuntimeError("the disk is gone")
         return whole(file, stream)
 
-    monkeypatch.setattr(reading, "_lazy", torn)
+    monkeypatch.setattr(reading, "lazy_arrays", torn)
     with pytest.raises(RuntimeError, match="the disk is gone"):
         read_arrays(files)
 

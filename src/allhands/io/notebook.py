@@ -27,12 +27,15 @@ class NotebookOutput:
 
     Args:
         words: called with each printed line and each event; returns the text to show.
+        display: makes the output of the cell, as IPython's ``display`` does, which is the default.
     """
 
     encoding = "utf-8"
 
-    def __init__(self, words: Callable[[str], str] = str) -> None:
-        self._words = words
+    def __init__(
+        self, words: Callable[[str], str] = str, display: Callable[..., Any] | None = None
+    ) -> None:
+        self._words, self._make_display = words, display
         self._kept: deque[str] = deque(maxlen=_MOST_KEPT)
         self._recent: deque[str] = deque(maxlen=_RECENT)
         self._state: Sequence[str] = ()
@@ -63,7 +66,8 @@ class NotebookOutput:
 
     def _update(self) -> None:
         if self._display is None:
-            self._display = import_module("IPython.display").display(self, display_id=True)
+            make = self._make_display or import_module("IPython.display").display
+            self._display = make(self, display_id=True)
         else:
             self._display.update(self)
 

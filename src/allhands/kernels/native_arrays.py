@@ -64,7 +64,7 @@ def new(*shape: int) -> tuple[mx.array, Array]:
     if size < _LARGE or min(shape[-1], size // shape[-1]) < 2:
         array = mx.array(np.empty(shape, dtype=np.float32))  # a copy
     else:
-        array = _unwritten(size // shape[-1], shape[-1]).reshape(shape)
+        array = unwritten(size // shape[-1], shape[-1]).reshape(shape)
     return array, np.asarray(array)
 
 
@@ -109,7 +109,7 @@ class Unwritten:
         return self._factors[shape]
 
 
-_unwritten = Unwritten()
+unwritten = Unwritten()
 
 
 def multiply(

@@ -86,7 +86,7 @@ def make_trainable(model: Any, config: TrainConfig) -> Trainable:
     trained = sum(value.size for _, value in flatten(model.trainable_parameters()))
     if trained == 0:
         raise no_such_keys(config, names, config.lora_parameters.keys or ())
-    unmatched = _unmatched(model, num_layers, config)
+    unmatched = unmatched_keys(model, num_layers, config)
     if unmatched and config.train and config.resume is None:
         raise no_such_keys(config, names, unmatched)
     return Trainable(num_layers, trained, total, unmatched)
@@ -129,7 +129,7 @@ def no_such_keys(
     )
 
 
-def _unmatched(model: Any, num_layers: int, config: TrainConfig) -> tuple[str, ...]:
+def unmatched_keys(model: Any, num_layers: int, config: TrainConfig) -> tuple[str, ...]:
     """Return adapter keys that mlx_lm has found in no trained block, nor in the whole model."""
     keys = config.lora_parameters.keys if config.fine_tune_type != "full" else None
     if not keys:

@@ -59,7 +59,9 @@ def read_arrays(files: Sequence[Path], threads: int = THREADS) -> Arrays:
     Raises:
         RuntimeError: a file cannot be read.
     """
-    sizes = {name: (file, array.nbytes) for file in files for name, array in _lazy(file).items()}
+    sizes = {
+        name: (file, array.nbytes) for file in files for name, array in lazy_arrays(file).items()
+    }
     shares: list[list[str]] = [
         [] for _ in range(max(1, min(threads, available_cores(), len(sizes))))
     ]
@@ -71,7 +73,7 @@ def read_arrays(files: Sequence[Path], threads: int = THREADS) -> Arrays:
 
     def read(names: list[str]) -> Arrays:
         stream = mx.new_stream(mx.default_device())
-        opened = {file: _lazy(file, stream) for file in {sizes[name][0] for name in names}}
+        opened = {file: lazy_arrays(file, stream) for file in {sizes[name][0] for name in names}}
         arrays = {name: opened[sizes[name][0]][name] for name in names}
         mx.eval(arrays)
         mx.synchronize(stream)
@@ -118,7 +120,7 @@ def list_of_files(files: Sequence[Path]) -> dict[str, WeightFile]:
 def _facts_of(file: Path) -> dict[str, list[Any]]:
     return {
         name: [str(array.dtype).removeprefix("mlx.core."), *array.shape]
-        for name, array in _lazy(file).items()
+        for name, array in lazy_arrays(file).items()
     }
 
 
@@ -144,6 +146,7 @@ def _classes(change: Callable[[Arrays], Arrays]) -> Callable[[Json], tuple[Any, 
     return find
 
 
-def _lazy(file: Path, stream: mx.Stream | None = None) -> Arrays:
+def lazy_arrays(file: Path, stream: mx.Stream | None = None) -> Arrays:
+    """Return the arrays of a file, each read by ``stream`` when it is used."""
     arrays: Any = mx.load(str(file), stream=stream)
     return arrays

@@ -280,14 +280,14 @@ class GradientCheck:
         If the pass in half precision is not finite, the pass in float32 takes its place.
         """
         try:
-            theirs = self._theirs(model, row, exact=self._accelerator.kind == "cpu")
+            theirs = self.theirs(model, row, exact=self._accelerator.kind == "cpu")
             if self._dtype == "float32":
                 limit = (
                     _LIMITS["float32"] if self._accelerator.kind == "cpu" else _LIMIT_GPU_FLOAT32
                 )
                 return _Told(row, theirs, limit, _LOSS_LIMITS["float32"]), None
             exact = (
-                self._theirs(model, row, exact=True) if self._sizes.fits_exact(row.blocks) else None
+                self.theirs(model, row, exact=True) if self._sizes.fits_exact(row.blocks) else None
             )
         except Exception as error:  # an architecture's code may raise any error
             return None, _in_short(error)
@@ -305,7 +305,8 @@ class GradientCheck:
         loss_noise = _TIMES_NOISE * abs(exact.loss - theirs.loss) / max(abs(exact.loss), 1.0)
         return _Told(row, theirs, max(limit, noise), max(loss_limit, loss_noise)), None
 
-    def _theirs(self, model: Any, row: _Row, *, exact: bool) -> _Pass:
+    def theirs(self, model: Any, row: _Row, *, exact: bool) -> _Pass:
+        """Return loss and gradient of a row by mlx_lm's modules; ``exact``: in float32."""
         targets = row.tokens[-row.trained :]
 
         def loss(model: Any) -> mx.array:

@@ -44,10 +44,11 @@ def make_deterministic(model: nn.Module) -> int:
 
 
 def _rows(table: mx.array, ids: mx.array) -> mx.array:
-    return kernels.take_rows(table, ids) if _by_kernels(table) else table[ids]
+    return kernels.take_rows(table, ids) if goes_by_kernels(table) else table[ids]
 
 
-def _by_kernels(table: mx.array) -> bool:
+def goes_by_kernels(table: mx.array) -> bool:
+    """Return whether a kernel looks up the rows of a table and adds up their gradients."""
     return kernels.available() and table.ndim == 2 and kernels.suits(table)
 
 
@@ -96,7 +97,7 @@ def add_in_order(
         return result
     flat = ids.flatten().astype(mx.int32)
     flat = mx.where(flat < 0, flat + table.shape[0], flat)
-    if _by_kernels(table) and cotangent.dtype == table.dtype:
+    if goes_by_kernels(table) and cotangent.dtype == table.dtype:
         rows = cotangent.reshape(flat.size, table.shape[1])
         return kernels.add_rows(flat, rows, table.shape[0], onto=table if onto else None)
     # The sort is stable, as MLX says: equal ids keep their order.
