@@ -176,7 +176,7 @@ def check_contents(
     if before is not None and now is not None and before != now:
         return [
             "the validation data have changed: losses before and after cannot be compared, "
-            "and the best weights (best/) are chosen anew"
+            "and the best weights are chosen anew"
         ]
     return []
 
