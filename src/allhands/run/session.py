@@ -194,14 +194,19 @@ class _RankRun:
         _ = self._codec  # raises ConfigError if the requested compression is impossible
         return windows, order, num_batches(self.config, order.batches_per_epoch)
 
+    def _state(self, saved: dict[str, Any]) -> LoopState:
+        """Return the state to begin with; ``saved``: content of a checkpoint's ``state.json``."""
+        if not saved:
+            return LoopState()
+        data, state = self.ready.data, LoopState.from_json(saved)
+        if other_examples(data.validated_before(saved), data.validated(self.config)):
+            return state.without_validations()
+        return state
+
     def _train(self, sink: Sink, windows: Windows, order: GlobalOrder, total: int) -> RunEnded:
         config, ready = self.config, self.ready
         saved = {} if ready.restored is None else ready.restored.state
-        state = LoopState.from_json(saved) if saved else LoopState()
-        if saved and other_examples(
-            ready.data.validated_before(saved), ready.data.validated(config)
-        ):
-            state = state.without_validations()
+        state = self._state(saved)
         updates = state.steps_in_all(total, config.grad_accumulation_steps)
         optimizer = make_optimizer(config, updates, half=in_half(ready.loaded.model))
         compiled = compiles(config, total, ready.loaded.model)
