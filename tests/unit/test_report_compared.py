@@ -38,6 +38,17 @@ def run_with(directory: Path, tokens: int = 900, **options: Any) -> Path:
     return run
 
 
+def started(run: Path, **facts: Any) -> dict[str, Any]:
+    """Change facts of the run's start; return all of them."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines()
+    (at,) = (place for place, line in enumerate(lines) if '"event": "started"' in line)
+    began: dict[str, Any] = json.loads(lines[at]) | facts
+    lines[at] = json.dumps(began)
+    file.write_text("\n".join(lines) + "\n")
+    return began
+
+
 @pytest.mark.parametrize(
     ("tokens", "options", "why"),
     [
@@ -57,6 +68,37 @@ def test_other_samples_are_said_above_the_table(
     assert page.sections[0].told == said
     assert said in re.sub("<[^>]*>", "", to_html(page))
     assert "The runs were validated on different samples" in to_markdown(page)
+
+
+@pytest.mark.parametrize(
+    ("examples", "options", "alike"),
+    [
+        # The same examples at another place, read by a longer name.
+        (("a/9", "a/9"), {"data": "data/moved", "max_seq_length": 4096}, True),
+        (("a/9", "a/9"), {"isolate_documents": True}, False),
+        # The files have changed between the runs, under the same names.
+        (("a/9", "b/9"), {}, False),
+        (("a/9", None), {}, True),
+    ],
+)
+def test_examples_are_compared_by_their_content(
+    tmp_path: Path, examples: tuple[str | None, ...], options: dict[str, Any], alike: bool
+) -> None:
+    runs = [run_with(tmp_path / "a1"), run_with(tmp_path / "b1", **options)]
+    for run, validated in zip(runs, examples, strict=True):
+        started(run, validated=validated)
+    assert (page_of(*runs).sections[0].told == "") is alike
+
+
+def test_a_run_that_has_not_validated_its_new_examples_is_not_compared(tmp_path: Path) -> None:
+    runs = [run_with(tmp_path / "a1"), run_with(tmp_path / "b1")]
+    began = started(runs[1], validated="a/9")
+    with (runs[1] / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(began | {"validated": "b/9", "step": 60}) + "\n")
+    history = read_metrics(runs[1])
+    assert history.valid
+    assert not history.comparable
+    assert page_of(*runs).sections[0].told == ""
 
 
 @pytest.mark.parametrize(("params", "unlike"), [(7_000_000, True), (None, False)])
