@@ -21,6 +21,7 @@ import pytest
 from ring_ranks import allhands_command, run_ring
 from tiny import run_allhands, write_chat_data, write_model
 
+import allhands
 from allhands.cluster.mpi import find_mpi, mpi_variables
 
 Command = Callable[..., list[str]]
@@ -294,3 +295,41 @@ def test_every_rank_is_told_the_difference(
     assert len(set(texts[difference])) == 1
     number = list(DIFFERENCES).index(difference)
     assert bool(list(root.glob(f"*/out-{number}/adapters.safetensors"))) == (expected == "agreed")
+
+
+GROUPS = """
+import os
+import mlx.core as mx
+from allhands.cluster.mpi import prepare_mpi_environment
+from allhands.distributed.backend import connect
+from allhands.distributed.groups import along
+from allhands.distributed.mesh import Mesh
+
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+prepare_mpi_environment(os.environ)
+group = along(connect("mpi", 4, rank), Mesh(rank, 4, tensor=2), "tensor")
+total = group.all_sum(mx.array([float(rank)]))
+mx.eval(total)
+assert total.item() == 1 + 4 * (rank // 2)
+"""
+
+
+@_needs_mpi
+def test_a_rank_with_a_group_of_mpi_ends_well() -> None:
+    """MLX may free its groups after MPI has ended, which MPI forbids."""
+    found = find_mpi()
+    assert found is not None
+    started = [found.mpirun, "--oversubscribe", "--bind-to", "none", "-n", "4"]
+    done = subprocess.run(
+        [*map(str, started), sys.executable, "-c", GROUPS],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={
+            **os.environ,
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "PYTHONPATH": str(Path(allhands.__file__).parents[1]),
+        },
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -260,7 +260,12 @@ class MlxGroup:
             DistributedError: MLX has made another group.
         """
         place = members.index(self.rank)
-        part = MlxGroup(self.group.split(members[0], place), self.backend, self.stream)
+        group: Any = self.group.split(members[0], place)
+        if self.backend == "mpi":
+            # MLX may destroy a group after it has finalised MPI, which then aborts the process. One
+            # more reference keeps it; MPI's finaliser frees what is left.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        part = MlxGroup(group, self.backend, self.stream)
         if (part.rank, part.size) != (place, len(members)):
             told = f"rank {self.rank} is to be {place} of {len(members)}, and is {part.rank} of {part.size}"
             raise DistributedError(
