@@ -147,9 +147,11 @@ def test_a_stage_is_fetched_within_its_computer(cluster: Cluster, tmp_path: Path
         *("--steps-per-report", "1", "--val-batches", "0", "--gradient-check", "off"),
         *("--strategy", "pipeline", "--dp-shard", "2"),
     )
+    mpi = find_mpi()
+    assert mpi is not None
     hosts = ",".join(f"{node.address}:2" for node in cluster.nodes.values())
     started = [
-        *("mpirun", "--allow-run-as-root", "-n", "4", "--host", hosts, "--map-by", "slot"),
+        *(str(mpi.mpirun), "--allow-run-as-root", "-n", "4", "--host", hosts, "--map-by", "slot"),
         *("--mca", "plm_ssh_agent", cluster.ssh_command),
         *("--mca", "btl_tcp_if_include", cluster.network, "--wdir", str(tmp_path)),
         *("-x", "PATH", "-x", "PYTHONPATH", sys.executable, "-m", "allhands", "train", "--train"),
