@@ -128,35 +128,44 @@ def test_a_stage_is_fetched_within_its_computer(cluster: Cluster, tmp_path: Path
     it was 12 MB where each stage was on both computers.
     """
     write_model(tmp_path / "model", layers=4, hidden=128)
-    write_chat_data(tmp_path / "data")
-    trained = sum(
-        each.nbytes for each in mx.load(str(tmp_path / "model" / "model.safetensors")).values()
-    )
+    weights = mx.load(str(tmp_path / "model" / "model.safetensors"))
+    before = sent_bytes(cluster, "node0")
+    said = train_by_mpi(cluster, tmp_path, "slot", 6)
+    sent = sent_bytes(cluster, "node0") - before
+    losses = [each.loss for each in read_metrics(tmp_path / "run").train]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    # What each step fetches would alone be half of the model for every micro-batch.
+    assert 0 < sent < 6 * sum(each.nbytes for each in weights.values()) / 2
+    assert BY_SLOT not in said
+
+
+def test_ranks_that_alternate_between_computers_are_told(cluster: Cluster, tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    assert BY_SLOT in train_by_mpi(cluster, tmp_path, "node", 1)
+
+
+BY_SLOT = "--map-by slot"  # the remedy
+
+
+def train_by_mpi(cluster: Cluster, directory: Path, order: str, steps: int) -> str:
+    """Train ``model`` on two computers with two ranks each, in this order; return what is printed."""
+    write_chat_data(directory / "data")
     options = (
         *("--model", "model", "--data", "data", "--adapter-path", "run", "--seed", "3"),
-        *(
-            "--fine-tune-type",
-            "full",
-            "--batch-size",
-            "8",
-            "--iters",
-            "6",
-            "--learning-rate",
-            "1e-3",
-        ),
+        *("--fine-tune-type", "full", "--batch-size", "8", "--iters", str(steps)),
+        *("--learning-rate", "1e-3", "--strategy", "pipeline", "--dp-shard", "2"),
         *("--steps-per-report", "1", "--val-batches", "0", "--gradient-check", "off"),
-        *("--strategy", "pipeline", "--dp-shard", "2"),
     )
     mpi = find_mpi()
     assert mpi is not None
     hosts = ",".join(f"{node.address}:2" for node in cluster.nodes.values())
     started = [
-        *(str(mpi.mpirun), "--allow-run-as-root", "-n", "4", "--host", hosts, "--map-by", "slot"),
+        *(str(mpi.mpirun), "--allow-run-as-root", "-n", "4", "--host", hosts, "--map-by", order),
         *("--mca", "plm_ssh_agent", cluster.ssh_command),
-        *("--mca", "btl_tcp_if_include", cluster.network, "--wdir", str(tmp_path)),
+        *("--mca", "btl_tcp_if_include", cluster.network, "--wdir", str(directory)),
         *("-x", "PATH", "-x", "PYTHONPATH", sys.executable, "-m", "allhands", "train", "--train"),
     ]
-    before = sent_bytes(cluster, "node0")
     done = subprocess.run(
         cluster.command("node0", [*started, *options]),
         capture_output=True,
@@ -165,12 +174,7 @@ def test_a_stage_is_fetched_within_its_computer(cluster: Cluster, tmp_path: Path
         env={"PYTHONPATH": str(Path(allhands.__file__).parents[1]), **os.environ},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    sent = sent_bytes(cluster, "node0") - before
-    losses = [each.loss for each in read_metrics(tmp_path / "run").train]
-    assert len(losses) == 6
-    assert losses[-1] < losses[0]
-    # What each step fetches would alone be half of the model for every micro-batch.
-    assert 0 < sent < 6 * trained / 2, (sent, trained)
+    return done.stdout + done.stderr
 
 
 def sent_bytes(cluster: Cluster, name: str) -> int:

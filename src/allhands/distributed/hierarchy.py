@@ -115,14 +115,8 @@ def by_computer(communicator: Communicator, local_rank: int, local_size: int) ->
         communicator.backend, "send_recv_neighbours"
     ):
         return communicator
-    told = numbers(communicator.all_gather(mx.array([float(local_rank), float(local_size)])))
-    places, sizes = told[::2], told[1::2]
-    firsts = [rank for rank, place in enumerate(places) if place == 0]
-    whole = all(
-        places[first:end] == [*range(end - first)] and set(sizes[first:end]) == {end - first}
-        for first, end in pairwise([*firsts, communicator.size])
-    )
-    if not whole or firsts[:1] != [0] or not 1 < len(firsts) < communicator.size:
+    firsts = first_ranks(communicator, local_rank, local_size)
+    if not 1 < len(firsts) < communicator.size:
         return communicator
     ours = ByComputer(communicator, firsts)
     theirs_s, ours_s = _seconds(communicator, communicator), _seconds(ours, communicator)
@@ -130,6 +124,22 @@ def by_computer(communicator: Communicator, local_rank: int, local_size: int) ->
         return communicator
     ours.told = f"within each computer first: {1e3 * ours_s:.0f} ms for a megabyte, {1e3 * theirs_s:.0f} around the ring"
     return ours
+
+
+def first_ranks(communicator: Communicator, local_rank: int, local_size: int) -> list[int]:
+    """Return the first rank on each computer; empty if a computer's ranks are not numbered in
+    sequence, as with ``mpirun --map-by node``.
+
+    All ranks call this together.
+    """
+    told = numbers(communicator.all_gather(mx.array([float(local_rank), float(local_size)])))
+    places, sizes = told[::2], told[1::2]
+    firsts = [rank for rank, place in enumerate(places) if place == 0]
+    in_sequence = firsts[:1] == [0] and all(
+        places[first:end] == [*range(end - first)] and set(sizes[first:end]) == {end - first}
+        for first, end in pairwise([*firsts, communicator.size])
+    )
+    return firsts if in_sequence else []
 
 
 def _seconds(tried: Communicator, world: Communicator) -> float:

@@ -31,6 +31,7 @@ from allhands.data.pieces import Pieces
 from allhands.distributed.agree import agree
 from allhands.distributed.backend import Communicator
 from allhands.distributed.handout import hand_out_json
+from allhands.distributed.hierarchy import first_ranks
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError
 from allhands.kernels.documents import require_isolation
@@ -239,7 +240,7 @@ def prepare(
     with _busy(surroundings):
         shares, told = parts_by_memory(communicator, mesh, Device(accelerator, mesh, 0).room)
         sharding = sharded(config, model, communicator, mesh, stages, shares, experts)
-    notes += told
+    notes += told + _ordered(communicator, mesh)
     run_id: str = hand_out_json(communicator, surroundings.run_id)
     received = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
     restored = put_back(
@@ -399,6 +400,17 @@ def _met(
             attested = facts.attested()
         surroundings.attest(attested)
     return communicator, facts.data
+
+
+def _ordered(communicator: Communicator, mesh: Mesh) -> list[str]:
+    """Return a note if ranks with neighbouring numbers are on different computers needlessly."""
+    if communicator.size == 1 or first_ranks(communicator, mesh.local_rank, mesh.local_size):
+        return []
+    return [
+        "ranks of one computer do not have neighbouring numbers, so more of their exchanges than "
+        "needed take the network: start all ranks of a computer before those of the next one, as "
+        "mpirun --map-by slot and srun --distribution=block do"
+    ]
 
 
 def _loaded(
