@@ -94,10 +94,12 @@ def test_two_processes_have_the_losses_of_one(ran: Ran, run: str, steps: int) ->
     assert sum(one[-3:]) < 0.8 * sum(one[:3]), one
 
 
+@pytest.mark.slow
 def test_the_naive_way_computes_the_same(ran: Ran) -> None:
     assert ran.losses("naive") == pytest.approx(ran.losses("llama-1")[:4], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_what_two_began_one_finishes(ran: Ran) -> None:
     again = ("llama.py", "--steps", str(LLAMA_STEPS), "--out", f"{ran.place}/resumed")
     done = subprocess.run(command(again), capture_output=True, text=True, timeout=60, check=False)
@@ -106,6 +108,7 @@ def test_what_two_began_one_finishes(ran: Ran) -> None:
     assert ran.losses("resumed") == pytest.approx(ran.losses("llama-1"), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_rank_0_speaks_for_all(ran: Ran) -> None:
     assert "step 20: loss " in ran.main
     assert "accuracy " in ran.main

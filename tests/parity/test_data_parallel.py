@@ -359,6 +359,7 @@ def test_ranks_compute_the_run_of_one(
     assert_same_run(alone[scenario], run)
 
 
+@pytest.mark.slow
 def test_unequal_shares_are_the_same_run(alone: dict[str, Run], together: tuple[int, Path]) -> None:
     assert_same_run(alone["few"], read_run(together[1] / "uneven"))
 

@@ -89,6 +89,7 @@ def test_gradients_are_those_of_the_whole_model_for_all_rows(
     assert_right(of_two[case], held=1 / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FAMILIES, ids=" ".join)
 def test_a_rank_sends_what_its_costs_say(of_two: dict[Case, Any], case: Case) -> None:
     """The choices of routers and the agreements come on top."""
@@ -115,6 +116,7 @@ def test_every_family_is_compared() -> None:
         assert {name.partition("~")[0] for name, _, _ in cases} == HAVE_EXPERTS
 
 
+@pytest.mark.slow
 def test_what_has_no_experts_to_divide_is_named(
     of_two: dict[Case, Any], with_tensor: dict[Case, Any]
 ) -> None:

@@ -117,6 +117,7 @@ def test_faster_ranks_have_more_blocks(
     assert losses(place / name) == pytest.approx(losses(place / "alone"), rel=2e-5)
 
 
+@pytest.mark.slow
 def test_a_rank_has_no_more_than_it_has_memory_for(place: Path) -> None:
     said = train(place, "small", *PIPELINE, rooms=[10**9, BUFFERS + SMALL])
     found = stages(said)

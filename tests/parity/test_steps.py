@@ -241,6 +241,7 @@ def test_the_plan_counts_as_the_run_does(trainings: Trainings) -> None:
     assert "were planned: their share" not in page
 
 
+@pytest.mark.slow
 def test_resumed_in_the_middle(run: Path, trainings: Trainings) -> None:
     """From the checkpoint of step 2: the data go on with batch 8, and the end is the same bit for
     bit.

@@ -109,6 +109,7 @@ def test_every_family_is_compared() -> None:
     assert {name.partition("~")[0] for name, _, _ in FAMILIES} == CAN_BE_DIVIDED
 
 
+@pytest.mark.slow
 def test_a_sum_that_is_left_out_is_noticed(of_two: dict[Any, Any]) -> None:
     for case, name in (
         (OTHERS[0], "layers.0.self_attn.q_norm.weight"),
@@ -120,6 +121,7 @@ def test_a_sum_that_is_left_out_is_noticed(of_two: dict[Any, Any]) -> None:
         assert name in of_two[case]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_divided_is_named(of_two: dict[Any, Any], of_four: dict[Any, Any]) -> None:
     assert "kind gemma2" in of_two[OTHERS[2]]
     assert (
