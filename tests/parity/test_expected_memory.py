@@ -212,7 +212,7 @@ def test_other_families(place: Path, tmp_path: Path, more: tuple[str, ...]) -> N
     [
         (
             {"vocab_size": 10, "num_local_experts": 8, "num_experts_per_tok": 2},
-            DecoderShape(6, 256, 768, 256, 256, 10, experts=8, active=2),
+            DecoderShape(6, 256, 768, 256, 256, 10, experts=8, active=2, heads=4),
         ),
         (
             {
@@ -221,7 +221,7 @@ def test_other_families(place: Path, tmp_path: Path, more: tuple[str, ...]) -> N
                 "num_experts_per_tok": 4,
                 "moe_intermediate_size": 64,
             },
-            DecoderShape(6, 256, 64, 256, 256, 10, experts=16, active=4),
+            DecoderShape(6, 256, 64, 256, 256, 10, experts=16, active=4, heads=4),
         ),
         (
             {
@@ -233,10 +233,10 @@ def test_other_families(place: Path, tmp_path: Path, more: tuple[str, ...]) -> N
             None,
         ),
         ({"vocab_size": 10, "n_routed_experts": 16, "num_experts_per_tok": 4}, None),
-        ({"vocab_size": 10}, DecoderShape(6, 256, 768, 256, 256, 10)),
+        ({"vocab_size": 10}, DecoderShape(6, 256, 768, 256, 256, 10, heads=4)),
         (
             {"vocab_size": 10, "num_key_value_heads": 1, "head_dim": 32},
-            DecoderShape(6, 256, 768, 128, 32, 10),
+            DecoderShape(6, 256, 768, 128, 32, 10, heads=4),
         ),
         ({}, None),
         ({"vocab_size": 10, "num_local_experts": 8}, None),

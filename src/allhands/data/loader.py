@@ -103,11 +103,13 @@ class Largest(NamedTuple):
         tokens: padded tokens of the largest micro-batch.
         micro_batches: the most micro-batches in a batch.
         lengths: number of different lengths of rows.
+        longest: padded length of the longest row.
     """
 
     tokens: int
     micro_batches: int
     lengths: int = 1
+    longest: int = 1
 
 
 def num_lengths(work: Ints | Int32s) -> int:
@@ -199,13 +201,14 @@ class Loader:
         Args:
             weights: relative speeds to use instead of this loader's.
         """
-        tokens, most = 0, 0
+        tokens, most, longest = 0, 0, 1
         for batch in self._order.longest():
             share = divide(batch, self._windows.work, tuple(weights) or self._weights)[self._rank]
             parts = list(cut_share(self._windows, share, self._sizing))
             most = max(most, len(parts))
             tokens = max(tokens, *(len(part) * length for part, length in parts), 0)
-        return Largest(tokens, most, num_lengths(self._windows.work))
+            longest = max(longest, *(length for _, length in parts), 1)
+        return Largest(tokens, most, num_lengths(self._windows.work), longest)
 
     def _most_of_one(self, shares: Sequence[Ints]) -> int:
         """Return the most places of a share if each share is one micro-batch; else 0."""

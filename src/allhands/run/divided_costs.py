@@ -397,6 +397,7 @@ def memory_of_matrices(
         mlp_dims=blocks.mlp_dims // ranks,
         queries=blocks.queries // ranks,
         keys=blocks.keys // ranks,
+        heads=blocks.heads // ranks,
     )
     kept = _SUMS_KEPT * (1 if work.recomputed else work.trained_layers) + _SUMS_PASSING
     return _with_more(of(part, work), int(kept * work.tokens * blocks.dims * word))

@@ -436,6 +436,7 @@ def _work(
     work = Work(
         method=config.fine_tune_type,
         tokens=max(longest, min(tokens, rows * longest)),
+        row_tokens=longest,
         trained_layers=len(model.blocks),
         weights_bytes=0,
         trained_bytes=sum(

@@ -141,7 +141,7 @@ def estimated_bytes(
     accelerator = device.accelerator
     native_way = accelerator.runs_natively(config.compile) and native.available()
     blocks = blocks_of(loaded.config) if native_way or not accelerator.cpu_native else None
-    tokens, cuts, lengths = largest
+    tokens, cuts, lengths, longest = largest
     if blocks is None or not tokens:
         return None
     model: Any = loaded.model
@@ -150,6 +150,7 @@ def estimated_bytes(
     work = Work(
         method=config.fine_tune_type,
         tokens=tokens,
+        row_tokens=longest,
         trained_layers=through,
         weights_bytes=_bytes(model.parameters()) if weights_bytes is None else weights_bytes,
         trained_bytes=trained,

@@ -33,6 +33,12 @@ _HALF = 2
 _LENGTHS = 16  # most lengths of rows for which buffers of a block are kept
 _CHUNK_ROWS = 256  # rows of a chunk of the loss
 _LOGITS = 512 << 20  # bytes of logits at once on a GPU
+# Values for each token and each number of an MLP's width in arrays that MLX frees only after some
+# further operations (allhands.runtime.jit_cache: FREED_AFTER).
+_LAUNCHED = 14.1
+# MLX computes the gradient of attention without the matrix of scores where a row's length is a
+# multiple of this number. Otherwise it holds so many bytes for each score.
+_TILE, _SCORE_BYTES = 128, 4
 _ONE_ARRAY = (
     1 << 28
 )  # most trained numbers in one flat array on a GPU, as in allhands.kernels.fused.flat_params
@@ -65,6 +71,7 @@ class DecoderShape:
         vocabulary: number of rows of the embedding.
         experts: number of experts of a block; 0 if it has one MLP.
         active: number of experts that compute a token; 0 if there are none.
+        heads: number of query heads; 0 if unknown.
     """
 
     layers: int
@@ -75,6 +82,7 @@ class DecoderShape:
     vocabulary: int
     experts: int = 0
     active: int = 0
+    heads: int = 0
 
 
 def blocks_of(config: Mapping[str, Any]) -> DecoderShape | None:
@@ -92,9 +100,8 @@ def blocks_of(config: Mapping[str, Any]) -> DecoderShape | None:
         mlp_dims = int(inner or config["intermediate_size"])
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
-    return DecoderShape(
-        layers, dims, mlp_dims, heads * width, key_heads * width, vocabulary, experts, active
-    )
+    widths = heads * width, key_heads * width
+    return DecoderShape(layers, dims, mlp_dims, *widths, vocabulary, experts, active, heads)
 
 
 def on_cpu(blocks: DecoderShape, work: Work) -> Memory:
@@ -138,10 +145,10 @@ def on_cpu(blocks: DecoderShape, work: Work) -> Memory:
 def on_gpu(blocks: DecoderShape, work: Work) -> Memory:
     """Estimate the memory of a step on a GPU with nothing queued ahead, in half precision.
 
-    The multiples were measured on an H200 (``benchmarks/results/plan_gpu-2026-11-23.md``), those
-    for experts with one model, a mixture with 693 million weights. SwiGLU's output is computed
-    again. In full training the loss has all logits at once, otherwise at most four times
-    :data:`_LOGITS` bytes.
+    The multiples were measured on an H200 (``benchmarks/results/plan_gpu-*.md``), those for experts
+    with one model, a mixture with 693 million weights. SwiGLU's output is computed again. In full
+    training the loss has all logits at once, otherwise at most four times
+    :data:`_LOGITS` bytes. Arrays of the loss and of finished operations do not exist together.
     """
     values = work.tokens * _HALF
     kept = (
@@ -159,6 +166,9 @@ def on_gpu(blocks: DecoderShape, work: Work) -> Memory:
     logits = work.tokens * blocks.vocabulary * _HALF if work.has_head else 0
     if work.method != "full":
         logits = 4 * min(_LOGITS, logits)
+    launched = int(_LAUNCHED * max(1, blocks.active) * blocks.mlp_dims * values)
+    scores = blocks.heads * work.tokens * work.row_tokens * _SCORE_BYTES
+    passing = max(logits, launched + (scores if work.row_tokens % _TILE else 0))
     states = _STATES.get(work.optimizer, 2) * work.trained_bytes + work.by_adam_bytes
     if work.masters:  # copies and states in float32
         states = 2 * (states + work.trained_bytes)
@@ -173,7 +183,7 @@ def on_gpu(blocks: DecoderShape, work: Work) -> Memory:
     return Memory(
         weights=work.weights_bytes,
         optimizer=states,
-        backward=int(values * held) + gradients + logits,
+        backward=int(values * held) + gradients + passing,
         loss=int(values * held) + logits,
         update=gradients + renewed,
         renewed=renewed,
