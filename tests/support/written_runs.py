@@ -64,7 +64,7 @@ def write_run(  # noqa: PLR0913 - each one describes the run
         if valid is not None and step % valid_every == 0:
             sink.emit(ValidReport(step, valid(step), 900, step * second, 0.1, best=True))
             for prompt, text in sampled:
-                sink.emit(Sampled(step, prompt, text))
+                sink.emit(Sampled(step, prompt, text, 0.5))
         if step and step % every == 0:
             sink.emit(_report(step, train(step), ranks, second))
     if ended is not None:

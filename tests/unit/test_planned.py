@@ -330,6 +330,15 @@ def test_other_options_are_named_and_the_figures_marked(tmp_path: Path) -> None:
     assert "| --batch-size 16 | --batch-size 8 |" in page
 
 
+def test_texts_that_the_model_writes_are_no_steps(tmp_path: Path) -> None:
+    """Two of half a second at each of seven validations."""
+    plain, wrote = (
+        compared(write_run(tmp_path / name, sampled=sampled))
+        for name, sampled in (("plain", ()), ("wrote", [("Once", "upon"), ("A", "time")]))
+    )
+    assert (figures(plain)["steps"].measured, figures(wrote)["steps"].measured) == (31.0, 24.0)
+
+
 def test_another_number_of_steps_has_its_share_of_the_time(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     set_option(run, iters=60)

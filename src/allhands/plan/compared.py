@@ -258,7 +258,9 @@ class _Compared:
         )
         ended = history.ended
         whole = ended is not None and ended.reason == "finished" and self.same_ranks
-        took_s = ended.total_time_s if ended is not None and whole else None
+        took_s = None
+        if ended is not None and whole:  # texts that the model wrote were not planned
+            took_s = ended.total_time_s - sum(one.duration_s for one in history.sampled)
         yield Figure("steps", name, steps_s * ran / planned, took_s, marked)
         if validation_s > _PART * steps_s:
             spent = sum(each.duration_s for each in history.valid) if whole else None

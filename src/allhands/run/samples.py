@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,16 +69,17 @@ class Sampler:
                 "reduce" if phase == "reduce" else "validate", step
             )
         try:
-            texts = [
-                self._text(place, prompt, step, iteration)
-                for place, prompt in enumerate(self.prompts)
-            ]
             return [
-                Sampled(step, prompt, text)
-                for prompt, text in zip(self.prompts, texts, strict=True)
+                self._sampled(place, prompt, step, iteration)
+                for place, prompt in enumerate(self.prompts)
             ]
         finally:
             self.model.train()
+
+    def _sampled(self, place: int, prompt: str, step: int, iteration: int) -> Sampled:
+        began = time.perf_counter()
+        text = self._text(place, prompt, step, iteration)
+        return Sampled(step, prompt, text, time.perf_counter() - began)
 
     def _text(self, place: int, prompt: str, step: int, iteration: int) -> str:
         tokens = self._start(prompt)

@@ -181,11 +181,13 @@ class Sampled:
         step: steps done.
         prompt: beginning of the text, from ``sample_prompts``.
         text: the model's continuation, without the prompt.
+        duration_s: seconds in which it was written.
     """
 
     step: int
     prompt: str
     text: str
+    duration_s: float = 0.0
 
 
 @dataclass(frozen=True)
