@@ -120,7 +120,7 @@ TABLES = {
     ),
     "recovery": (
         "Faults and checkpoints",
-        "The demo model on two ranks of one computer; no other program does this. [Nothing is lost](reliability.md) "
+        "The demo model on two ranks of one computer; no other program does this. [Stop, resume, restart](reliability.md) "
         "describes the reactions to faults.",
     ),
     "instructions": (
