@@ -94,12 +94,12 @@ def choose(facts: Mapping[str, HostFacts]) -> NetworkChoices:
     choices = {name: own[best] for name, own in found.items()}
     wireless = [name for name, choice in choices.items() if choice.kind == "wifi"]
     warning = (
-        f"{', '.join(wireless)}: over Wi-Fi, which is many times slower than a cable"
+        f"{', '.join(wireless)}: Wi-Fi, which is many times slower than a cable"
         if wireless
         else None
     )
     if best.is_link_local:
-        warning = "these addresses were made up by the computers and may change: give the interfaces fixed ones"
+        warning = "these are link-local addresses, which may change: give the interfaces fixed ones"
     return NetworkChoices(choices, why, warning)
 
 
