@@ -82,7 +82,7 @@ TABLES = {
         "Pre-training",
         "A new model of SmolLM2-135M's shape on real text, compared with a PyTorch loop after nanoGPT with the same "
         "shape, tokens and learning rates. *All of the training* includes validations, compilation and, for allhands, "
-        "checkpoints. [The curves](pretraining.md#on-gpus).",
+        "checkpoints. [The curves](pretraining.md#speed-on-gpus).",
     ),
     "cpu_lora": (
         "LoRA on a Linux CPU",

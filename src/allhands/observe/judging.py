@@ -218,7 +218,9 @@ def _worse(train: Curve, trained: Curve, before: float, course: Course) -> Itera
     if low < before:
         text += f"it was lowest at step {step:.0f} ({low:.3f}), whose weights are better (best/, if kept). "
     else:
-        text += "no later validation was lower, so no step's weights are better (there is no best/). "
+        text += (
+            "no later validation was lower, so no step's weights are better (there is no best/). "
+        )
     # Memorising is not caused by a much too high learning rate.
     if len(train) >= FEW and _learns(train, Curve.of([])) and ends(train)[1] < before:
         text += "The model learns the training data, but not the validation data: use fewer steps, a lower "

@@ -361,7 +361,9 @@ def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
         too_small = f"{offer.fast(at)}: too little to be worth the trouble"
         return walk.end("one machine", f"stay on one machine{at.which}", too_small, one_row)
     larger = at.larger or offer
-    four = f"{as_fast(larger.accumulated)} on {at.several(larger.machines)} with four batches a step"
+    four = (
+        f"{as_fast(larger.accumulated)} on {at.several(larger.machines)} with four batches a step"
+    )
     if walk.ask(LARGER, larger.accumulated >= _WORTH_ANOTHER, four):
         return walk.end(
             "accumulate",
@@ -393,7 +395,9 @@ def _data_parallel(at: Situation, offer: Offer, walk: _Walk) -> Advice:
         if offer.more
         else f"each machine can hold its share; one machine needs {at.fits_smaller}"
     )
-    imagined = "the other machines are imagined: you would need as many of the same kind, and this link"
+    imagined = (
+        "the other machines are imagined: you would need as many of the same kind, and this link"
+    )
     beyond = "one more saves less than 5 % of a step, or makes it longer"
     if at.unable and offer.machines < at.enough:
         beyond = "; ".join(at.unable)

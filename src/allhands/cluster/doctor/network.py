@@ -292,9 +292,7 @@ def _detour(host: HostReport, ip: str) -> tuple[str, str] | None:
         return None
     name = shlex.quote(direct[0])
     by = f" by {route.gateway}" if route.gateway else ""
-    message = (
-        f"the route to {ip} uses {route.interface}{by}, though {direct[0]} is in its network"
-    )
+    message = f"the route to {ip} uses {route.interface}{by}, though {direct[0]} is in its network"
     mac, linux = (
         f"sudo route -n add -host {ip} -interface {name}",
         f"sudo ip route replace {ip}/32 dev {name}",
@@ -401,9 +399,7 @@ def check_latency(cluster: Cluster) -> Iterator[Found]:
     for names, ms in best.items():
         if SLOW_MS < ms < math.inf:
             source, target = map(cluster.host, names)
-            message = (
-                f"the round trip between them takes {ms:.1f} ms: every exchange waits for it"
-            )
+            message = f"the round trip between them takes {ms:.1f} ms: every exchange waits for it"
             yield (
                 names,
                 "warn",
@@ -432,7 +428,5 @@ CHECKS = (
     Check("latency", "latency", check_latency, _connected),
     Check("route", "routes", check_route, _several),
     Check("mtu", "packet sizes (MTU)", check_mtu, _several),
-    Check(
-        "network", "an MLX group", check_network, lambda cluster: cluster.network is not None
-    ),
+    Check("network", "an MLX group", check_network, lambda cluster: cluster.network is not None),
 )

@@ -94,7 +94,7 @@ def choose(facts: Mapping[str, HostFacts]) -> NetworkChoices:
     choices = {name: own[best] for name, own in found.items()}
     wireless = [name for name, choice in choices.items() if choice.kind == "wifi"]
     warning = (
-        f"{', '.join(wireless)}: Wi-Fi, which is many times slower than a cable"
+        f"{', '.join(wireless)}: over Wi-Fi, which is many times slower than a cable"
         if wireless
         else None
     )
