@@ -114,7 +114,9 @@ class ClusterCheck(NamedTuple):
     backend: Annotated[
         Backend, Option(metavar="|".join(Backend), help="Back-end of the training.")
     ] = Backend.auto
-    adapter_path: Annotated[str, Option(help="Directory of the later run.")] = "adapters"
+    adapter_path: Annotated[str, Option(help="Directory that the training will write to.")] = (
+        "adapters"
+    )
     quick: Annotated[
         bool, Option("--quick", help="Compare sizes of files only; do not read them.")
     ] = False

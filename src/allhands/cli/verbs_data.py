@@ -43,7 +43,7 @@ class DataPrepare(NamedTuple):
     sources: Annotated[
         list[str],
         Argument(
-            help="Files, directories, or data sets of the Hub (OWNER/NAME).", metavar="SOURCE..."
+            help="Files, directories, or datasets of the Hub (OWNER/NAME).", metavar="SOURCE..."
         ),
     ]
     out: Annotated[Path, Option("--out", "-o", help="Directory to write: train.jsonl and so on.")]
@@ -117,14 +117,14 @@ class DataPrepare(NamedTuple):
             help="Rows of a text file: file, line, blank-line (paragraphs), or a separator.",
         ),
     ] = "auto"
-    hub_split: Annotated[str | None, Option(help="Split of a Hub data set. [all]")] = None
-    hub_config: Annotated[str | None, Option(help="Configuration of a Hub data set.")] = None
+    hub_split: Annotated[str | None, Option(help="Split of a Hub dataset. [all]")] = None
+    hub_config: Annotated[str | None, Option(help="Configuration of a Hub dataset.")] = None
     streaming: Annotated[
         bool, Option("--streaming", help="Stream from the Hub, without a copy on disk.")
     ] = False
     limit: Annotated[
         int | None,
-        Option(min=1, metavar="ROWS", help="Highest number of rows to read of each source."),
+        Option(min=1, metavar="ROWS", help="Most rows to read of each source."),
     ] = None
     trust_remote_code: Annotated[
         bool, Option("--trust-remote-code", help="Allow a model's own code.")
@@ -175,7 +175,7 @@ class TokenizerTrain(NamedTuple):
     text_key: Annotated[str, Option(metavar="NAME", help="Column of the text.")] = "text"
     limit: Annotated[
         int | None,
-        Option(min=1, metavar="ROWS", help="Highest number of rows to read of each source."),
+        Option(min=1, metavar="ROWS", help="Most rows to read of each source."),
     ] = None
     force: Annotated[bool, Option("--force", help="Replace a tokenizer that was made before.")] = (
         False
