@@ -197,7 +197,7 @@ def _sections(runs: Sequence[_Run], measures: Sequence[tuple[str, list[str]]]) -
     def grids(make: Callable[[_Run], Iterator[Grid]]) -> tuple[Grid, ...]:
         return tuple(grid for run in runs for grid in make(run))
 
-    title = "Side by side" if many else "In figures"
+    title = "Comparison" if many else "Key figures"
     unlike = unlike_models(facts) or unlike_validations(facts)
     yield Section("times", title, unlike, "Figures", grids=(_figures(labels, measures),))
     losses = list(loss_charts(labels, histories))
