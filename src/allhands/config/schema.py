@@ -179,7 +179,7 @@ class TrainConfig(Strict):
     mask_prompt: bool = Field(False, description="Train on the answers only.")
     train_on: Literal["assistant", "last", "all"] = Field(
         "assistant",
-        description="With --mask-prompt: train every assistant turn, the last one, or all tokens.",
+        description="With --mask-prompt: every assistant turn, the last one, or all tokens.",
     )
     chat_template: LocalPath | None = Field(
         None,
