@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 HOME = "index.md"
 # Sections of the README that the site has as pages, or that only the checkout needs.
 LEFT_OUT = {
-    "The road, step by step": "docs/tutorials/pirate.md",
+    "Train a model, step by step": "docs/tutorials/pirate.md",
     "All pages": "",
     "Tests": "",
 }

@@ -27,11 +27,11 @@ ranks and `--batch-size 8` each rank computes about half of the eight examples.
 An *iteration* is one batch, as in mlx_lm. The options `iters`, `steps_per_report`, `steps_per_eval`, `save_every`,
 `keep_every` and `sample_every` count iterations. A *step* is one optimizer update. All other numbers count steps: lines
 of progress, reports, curves, trackers and the names of checkpoints. With `grad_accumulation_steps` 4 a step takes four
-iterations, and the last step takes the rest. A report, validation or save that is due at an iteration comes after the
-step that contains this iteration.
+iterations, and the last step takes the rest. A report, validation or save that is due at an iteration comes after its
+step.
 
-An option with one value may be given only once on the command line and once in a file, under any of its names. A second
-time is an error for every command. A `~` or `~user` at the beginning of a path means that home directory, in flags
+An option with one value may be given once on the command line and once in a file, under any of its names; a second time
+is an error. A `~` or `~user` at the beginning of a path means that home directory, in flags
 (also in `--data=~/x`), in files and in Python. In YAML a `~` alone means "not set". With several computers each one
 uses its own home directory; `allhands launch` uses that of this computer. `allhands cluster sync` and `cluster check`
 also use the home directory of each computer in the paths of model and data. In a hostfile `cwd` and `python` may begin
@@ -48,8 +48,8 @@ This page is made from the code: `python scripts/write_configuration_docs.py`.
 
 PRETRAINING = """## Options of `allhands pretrain`
 
-`allhands pretrain` has the options of `allhands train`. The table has its further options and those with other
-defaults ([pre-training](pretraining.md)).
+`allhands pretrain` has the options of `allhands train`. The table has its own options and those with other defaults
+([pre-training](pretraining.md)).
 
 """
 

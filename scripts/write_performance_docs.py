@@ -82,7 +82,7 @@ TABLES = {
         "Pre-training",
         "A new model of SmolLM2-135M's shape on real text, compared with a PyTorch loop after nanoGPT with the same "
         "shape, tokens and learning rates. *All of the training* includes validations, compilation and, for allhands, "
-        "checkpoints. [The curves](pretraining.md#on-gpus).",
+        "checkpoints. [The curves](pretraining.md#speed-on-gpus).",
     ),
     "cpu_lora": (
         "LoRA on a Linux CPU",
@@ -120,7 +120,7 @@ TABLES = {
     ),
     "recovery": (
         "Faults and checkpoints",
-        "The demo model on two ranks of one computer; no other program does this. [Nothing is lost](reliability.md) "
+        "The demo model on two ranks of one computer; no other program does this. [Stop, resume, restart](reliability.md) "
         "describes the reactions to faults.",
     ),
     "instructions": (

@@ -47,7 +47,7 @@ def _commands() -> list[list[str]]:
     blocks = re.findall(
         r"^```bash\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
     )
-    lines = [line for block in blocks for line in block.splitlines()]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     assert all(line.startswith("allhands ") for line in lines), lines
     # The tiny model has three layers.
     return [shlex.split(line.replace("--num-layers 8", "--num-layers 3"))[1:] for line in lines]

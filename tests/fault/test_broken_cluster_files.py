@@ -45,10 +45,7 @@ def flip_a_byte(path: Path) -> None:
 def test_a_file_of_the_model_is_missing(sick: Broken) -> None:
     (sick.files("node1") / "model/tokenizer.json").unlink()
     remedy, message = sick.finds(("stop", "model", ("node1",)))
-    assert (
-        message
-        == f"the model {sick.own / 'model'} is not the one of node0, node2: tokenizer.json missing"
-    )
+    assert message.endswith("node0, node2: tokenizer.json missing")
     sick.type(remedy)
     assert (sick.files("node1") / "model/tokenizer.json").exists()
     sick.is_well()
@@ -66,10 +63,7 @@ def test_a_model_that_differs_by_a_byte(sick: Broken) -> None:
     flip_a_byte(sick.files("node0") / "model/model.safetensors")
     sick.is_well(options=["--quick"])  # which compares sizes, and says so
     remedy, message = sick.finds(("stop", "model", ("node0",)))
-    assert (
-        message
-        == f"the model {sick.own / 'model'} is not the one of node1, node2: model.safetensors different"
-    )
+    assert message.endswith("node1, node2: model.safetensors different")
     sick.type(remedy)
     sick.is_well()
 
@@ -86,10 +80,7 @@ def test_data_that_differ(sick: Broken) -> None:
     path = sick.files("node2") / "data/train.jsonl"
     path.write_text(path.read_text() + path.read_text().splitlines()[0] + "\n")
     remedy, message = sick.finds(("stop", "data", ("node2",)))
-    assert (
-        message
-        == f"the data {sick.own / 'data'} is not the one of node0, node1: train.jsonl different"
-    )
+    assert message.endswith("node0, node1: train.jsonl different")
     sick.type(remedy)
     sick.is_well()
 

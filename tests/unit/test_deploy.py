@@ -532,7 +532,7 @@ def test_the_files_and_stages_that_the_page_names_exist() -> None:
 
 
 def test_options_in_containers_are_ours(tmp_path: Path) -> None:
-    for line in "".join(blocks("bash")).splitlines():
+    for line in "".join(blocks("bash")).replace("\\\n", " ").splitlines():
         words = shlex.split(line)
         if words[:2] == ["docker", "run"] and "train" in words:
             assert trained(words[words.index("train") + 1 :]).iters == 100

@@ -48,7 +48,7 @@ def test_an_own_address_at_which_it_cannot_listen_is_not_said_to_be_anothers() -
     )
     assert (finding.check, finding.severity, finding.hosts) == ("address", "stop", ("node2",))
     assert "no room" in finding.message
-    assert "not an address" not in finding.message
+    assert "it has" not in finding.message
 
 
 # --- ports ----------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def test_an_own_address_at_which_it_cannot_listen_is_not_said_to_be_anothers() -
     [
         ("refused", "refused"),
         ("timeout", "time out"),
-        ("stranger", "something else answers"),
+        ("stranger", "answers"),
         ("failed", "fail"),
     ],
 )
@@ -153,7 +153,7 @@ def test_a_route_into_nowhere() -> None:
     ill = with_outcomes(cluster(host(1), host(2, wrong), host(3)), {("node2", "node3"): "timeout"})
     finding = only(ill)
     assert (finding.check, finding.severity, finding.hosts) == ("ports", "stop", ("node2", "node3"))
-    assert "leaves by 10.8.0.1 on tun0, though eth0 is in its network" in finding.message
+    assert all(word in finding.message for word in ("10.8.0.1", "tun0", "eth0"))
     assert shlex.split(finding.remedy) == [
         "ssh",
         "-t",

@@ -192,7 +192,7 @@ def test_advice_for_a_slow_link_is_of_that_link_and_that_training() -> None:
     assert "about 400 times slower on 2 machines" in full[0]
     assert full[1] == "10GbE or Thunderbolt in place of 100MbE; or LoRA, whose gradients are small"
     assert lora[1] == "10GbE or Thunderbolt in place of 100MbE"
-    assert advise(slow).path[-1].why == "about 90 times slower with four in one on 2 machines"
+    assert "about 90 times slower on 2 machines" in advise(slow).path[-1].why
     less = advise(situation(exposed=0.7, speed_up=0.6, accumulated=0.9))
     assert "0.60 times as fast on 2 machines" in less.reasons[0]
 

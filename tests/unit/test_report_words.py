@@ -316,8 +316,8 @@ def test_the_first_report_may_be_a_low_one_of_many_that_scatter() -> None:
         assert (found.kind, found.level) == ("fitting", "good")
         (found, missing) = judge(train, Curve.of([]))
         assert [found.kind, missing.kind] == ["scatter", "validation"]
-        assert found.text.startswith("Training loss scatters by 1")
-        assert "whether it falls cannot be said. Raise --steps-per-report" in found.text
+        assert re.search(r" by 1\d?%", found.text)
+        assert "--steps-per-report" in found.text
 
 
 @pytest.mark.parametrize("steps", [12, 20, 60, 300])

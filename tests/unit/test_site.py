@@ -68,8 +68,8 @@ def test_every_page_is_rendered_as_markdown(site: Path) -> None:
 
 def test_home_is_the_readme_without_what_other_pages_say(site: Path) -> None:
     titles = re.findall(r'<h2 id="([^"]+)"', (site / "index.html").read_text(encoding="utf-8"))
-    assert {"two-commands", "installation", "speed"} <= set(titles)
-    assert not {"all-pages", "the-road-step-by-step", "tests"} & set(titles)
+    assert {"the-demo", "installation", "speed"} <= set(titles)
+    assert not {"all-pages", "train-a-model-step-by-step", "tests"} & set(titles)
 
 
 def test_every_public_name_has_a_place_of_its_own(site: Path) -> None:

@@ -64,7 +64,7 @@ _VERBS = {
         "runs.Demo demo:demo",
         "Teach a small model to talk like a pirate, from start to end.",
     ),
-    "report": ("runs.Report report:report", "Write a page about a run, or several compared."),
+    "report": ("runs.Report report:report", "Write a report about a run, or compare several runs."),
     "dashboard": (
         "runs.Dashboard dashboard:dashboard",
         "Show runs in the browser while they go on.",

@@ -20,13 +20,13 @@ class ClusterInit(NamedTuple):
     the same environment on all computers. Finished work is not repeated. For
     example: allhands cluster init --hosts localhost,node1,node2
 
-    If some cannot be used, the hostfile is written without them (exit code 7). It
+    Computers that cannot be used are left out of the hostfile (exit code 7). It
     stays unchanged if none can be used, or if you refuse a change.
     """
 
     hosts: Annotated[
         str,
-        Option(metavar="A,B,...", help="Names of the computers, as ssh has them."),
+        Option(metavar="A,B,...", help="Names of the computers, as for ssh."),
     ]
     hostfile: Annotated[Path, Option(metavar="FILE", help="Hostfile to write.")] = Path(
         "hosts.json"
@@ -75,7 +75,7 @@ class ClusterSync(NamedTuple):
     ] = None
     stages: Annotated[
         bool,
-        Option("--stages", help="Only the weights that each host's stages of a pipeline need."),
+        Option("--stages", help="Copy to each host only the weights of its pipeline stages."),
     ] = False
     pp_split: Annotated[
         str | None,
@@ -86,7 +86,7 @@ class ClusterSync(NamedTuple):
     chain: Annotated[bool, Option("--chain", help="Send from host to host, in order.")] = False
     tree: Annotated[
         bool,
-        Option("--tree", help="Hosts that have everything send to those that wait. [default]"),
+        Option("--tree", help="Hosts with all files send to waiting hosts. [default]"),
     ] = False
     star: Annotated[bool, Option("--star", help="Send from this computer to all at once.")] = False
     transport: Annotated[
@@ -96,23 +96,27 @@ class ClusterSync(NamedTuple):
             help="auto: hosts send to each other; ssh: from here only.",
         ),
     ] = "auto"
-    delete: Annotated[str, Option(metavar="no", help="Nothing is ever deleted elsewhere.")] = "no"
+    delete: Annotated[
+        str, Option(metavar="no", help="Only no: nothing is deleted on other hosts.")
+    ] = "no"
 
 
 class ClusterCheck(NamedTuple):
-    """Find faults of a set of computers before training does.
+    """Check computers for faults before training.
 
     The exit code is 7 if something stops training, 0 if there are only warnings.
     """
 
     hostfile: Annotated[Path | None, Option(help="Hostfile: MLX's JSON or MPI's lines.")] = None
-    hosts: Annotated[str | None, Option(metavar="A,B,C", help="Names, in place of a file.")] = None
+    hosts: Annotated[str | None, Option(metavar="A,B,C", help="Hosts by name.")] = None
     model: Annotated[str | None, Option(help="Model that must be equal everywhere.")] = None
     data: Annotated[str | None, Option(help="Data that must be equal everywhere.")] = None
     backend: Annotated[
         Backend, Option(metavar="|".join(Backend), help="Back-end of the training.")
     ] = Backend.auto
-    adapter_path: Annotated[str, Option(help="Directory of the planned run.")] = "adapters"
+    adapter_path: Annotated[str, Option(help="Directory that the training will write to.")] = (
+        "adapters"
+    )
     quick: Annotated[
         bool, Option("--quick", help="Compare sizes of files only; do not read them.")
     ] = False

@@ -32,7 +32,7 @@ Dedupe = StrEnum("Dedupe", ["off", "exact", "near"])
 
 
 class DataPrepare(NamedTuple):
-    """Turn files of any usual shape into a training folder.
+    """Turn files of any usual form into a training folder.
 
     Chats, prompts with completions, texts, Alpaca, ShareGPT and preference data are recognised.
     Rows that cannot be used are left out and listed with file and line.
@@ -43,7 +43,7 @@ class DataPrepare(NamedTuple):
     sources: Annotated[
         list[str],
         Argument(
-            help="Files, directories, or data sets of the Hub (OWNER/NAME).", metavar="SOURCE..."
+            help="Files, directories, or datasets of the Hub (OWNER/NAME).", metavar="SOURCE..."
         ),
     ]
     out: Annotated[Path, Option("--out", "-o", help="Directory to write: train.jsonl and so on.")]
@@ -56,7 +56,7 @@ class DataPrepare(NamedTuple):
         Option(
             min=2,
             metavar="TOKENS",
-            help="With --model: length at which training cuts. [2048]",
+            help="With --model: length at which rows are cut. [2048]",
         ),
     ] = None
     chat_template: ChatTemplate = None
@@ -83,7 +83,7 @@ class DataPrepare(NamedTuple):
         str | None,
         Option(
             metavar="COLUMN",
-            help="Keep rows with the same value in one split; 'source': rows of a file.",
+            help="Keep rows with the same value in one split; source: rows of the same file.",
         ),
     ] = None
     resplit: Annotated[
@@ -114,17 +114,17 @@ class DataPrepare(NamedTuple):
         str,
         Option(
             metavar="HOW",
-            help="Cut of a text file: file, line, blank-line or a string.",
+            help="Rows of a text file: file, line, blank-line (paragraphs), or a separator.",
         ),
     ] = "auto"
-    hub_split: Annotated[str | None, Option(help="Split of a Hub data set. [all]")] = None
-    hub_config: Annotated[str | None, Option(help="Configuration of a Hub data set.")] = None
+    hub_split: Annotated[str | None, Option(help="Split of a Hub dataset. [all]")] = None
+    hub_config: Annotated[str | None, Option(help="Configuration of a Hub dataset.")] = None
     streaming: Annotated[
         bool, Option("--streaming", help="Stream from the Hub, without a copy on disk.")
     ] = False
     limit: Annotated[
         int | None,
-        Option(min=1, metavar="ROWS", help="Highest number of rows to read of each source."),
+        Option(min=1, metavar="ROWS", help="Most rows to read of each source."),
     ] = None
     trust_remote_code: Annotated[
         bool, Option("--trust-remote-code", help="Allow a model's own code.")
@@ -142,7 +142,7 @@ class TokenizerTrain(NamedTuple):
     """Make a tokenizer from texts, as a directory that transformers and mlx_lm load.
 
     The tokenizer is byte-level BPE, which can encode every text. It learns from the training split,
-    and is measured on the validation split or else on the end of the text. The same data give the
+    and is measured on the validation split, or on the end of the text. The same data give the
     same files.
     """
 
@@ -157,7 +157,9 @@ class TokenizerTrain(NamedTuple):
         ),
     ] = None
     out: Annotated[Path | None, Option("--out", "-o", help="Directory to write.")] = None
-    vocabulary: Annotated[int, Option(help="Tokens, bytes and special ones included.")] = 4096
+    vocabulary: Annotated[int, Option(help="Number of tokens, with bytes and special tokens.")] = (
+        4096
+    )
     special: Annotated[
         list[str] | None,
         Option(metavar="TOKEN", help="A further special token. Repeatable."),
@@ -173,7 +175,7 @@ class TokenizerTrain(NamedTuple):
     text_key: Annotated[str, Option(metavar="NAME", help="Column of the text.")] = "text"
     limit: Annotated[
         int | None,
-        Option(min=1, metavar="ROWS", help="Highest number of rows to read of each source."),
+        Option(min=1, metavar="ROWS", help="Most rows to read of each source."),
     ] = None
     force: Annotated[bool, Option("--force", help="Replace a tokenizer that was made before.")] = (
         False

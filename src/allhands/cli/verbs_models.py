@@ -13,9 +13,7 @@ ModelName = Annotated[
 ]
 Adapter = Annotated[Path | None, Option("--adapter-path", help="Directory of a training run.")]
 SystemPrompt = Annotated[str | None, Option("--system-prompt", help="System message.")]
-MaxTokens = Annotated[
-    int, Option("--max-tokens", "-m", min=1, help="Highest number of tokens of an answer.")
-]
+MaxTokens = Annotated[int, Option("--max-tokens", "-m", min=1, help="Most tokens of an answer.")]
 Temperature = Annotated[float, Option("--temp", min=0.0, help="Sampling temperature; 0 is greedy.")]
 TopP = Annotated[float, Option("--top-p", min=0.0, max=1.0, help="Nucleus sampling; 1 is off.")]
 Seed = Annotated[int, Option("--seed", min=0, help="Seed of the sampling.")]
@@ -64,7 +62,7 @@ System = Annotated[
     Option(
         "--system",
         metavar="template|merge",
-        help="merge: put system messages before questions, as for training.",
+        help="merge: put system messages before questions, as in training.",
     ),
 ]
 
@@ -76,7 +74,7 @@ Token = Annotated[
     Option(
         "--token",
         envvar="ALLHANDS_TOKEN",
-        help="Token of clients; the variable ALLHANDS_TOKEN keeps it out of process lists. "
+        help="Token that clients must send; the variable ALLHANDS_TOKEN hides it from process lists. "
         "[a new one where other computers can reach the port]",
         show_envvar=False,
     ),
@@ -154,7 +152,7 @@ class Chat(NamedTuple):
     """Talk with a model, with or without a trained adapter.
 
     /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer. Each line of a
-    pipe is a turn. A model larger than one computer talks with --strategy pipeline.
+    pipe is a turn. --strategy pipeline is for a model larger than one computer.
     """
 
     model: ModelName = "demo"
@@ -224,23 +222,23 @@ class Serve(NamedTuple):
             "--allow-origin",
             "--allowed-origins",
             metavar="URL",
-            help="Web pages that may send requests, such as http://localhost:3000. Repeatable; * is all. [none]",
+            help="Web pages that may send requests, such as http://localhost:3000; * is all. Repeatable. [none]",
         ),
     ] = None
     max_tokens: Annotated[
         int,
         Option(
             min=1,
-            help="Tokens of an answer at most, unless a request says otherwise.",
+            help="Most tokens of an answer, unless a request gives a number.",
         ),
     ] = 512
     temp: Annotated[
         float,
-        Option(min=0.0, help="Sampling temperature, unless a request says otherwise."),
+        Option(min=0.0, help="Sampling temperature, unless a request gives one."),
     ] = 0.0
     top_p: Annotated[
         float,
-        Option(min=0.0, max=1.0, help="Nucleus sampling, unless a request says otherwise."),
+        Option(min=0.0, max=1.0, help="Nucleus sampling, unless a request gives a number."),
     ] = 1.0
     chat_template: ChatTemplate = None
     system: System = "template"
@@ -263,7 +261,7 @@ class Fuse(NamedTuple):
         Option(
             "--dequantize",
             "--de-quantize",
-            help="Unpack quantised weights, so that the adapter loses no precision.",
+            help="Write dense weights, so that the adapter loses no precision.",
         ),
     ] = False
     dtype: Dtype = None
@@ -275,7 +273,7 @@ class Fuse(NamedTuple):
         str | None,
         Option(help="Name of that file inside --save-path. [ggml-model-f16.gguf]"),
     ] = None
-    upload_repo: Annotated[str | None, Option(help="Refused: allhands upload does it.")] = None
+    upload_repo: Annotated[str | None, Option(help="Refused: use allhands upload.")] = None
     trust_remote_code: TrustCode = False
 
 
@@ -325,7 +323,7 @@ class Import(NamedTuple):
 class Upload(NamedTuple):
     """Upload a model or an adapter to the Hugging Face Hub.
 
-    No other command sends data away. Checkpoints and logs of a run are left out. Run `hf auth
+    No other command publishes a model. Checkpoints and logs of a run are left out. Run `hf auth
     login` first.
     """
 

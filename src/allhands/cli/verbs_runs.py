@@ -14,7 +14,7 @@ Runs = Annotated[
     list[Path],
     Argument(
         metavar="RUN...",
-        help="Run directories or metrics.jsonl files; others are compared with the first.",
+        help="Run directories or metrics.jsonl files, compared with the first.",
     ),
 ]
 Out = Annotated[
@@ -30,7 +30,7 @@ Out = Annotated[
 Looked = Annotated[
     Path,
     Argument(
-        metavar="PATH", help="A run's directory, or one checkpoint. [adapters]", show_default=False
+        metavar="PATH", help="Directory of a run, or a checkpoint. [adapters]", show_default=False
     ),
 ]
 Quick = Annotated[bool, Option("--quick", help="Compare sizes only; do not read the contents.")]
@@ -39,7 +39,7 @@ Inspected = Annotated[
     Path,
     Argument(
         metavar="PATH",
-        help="A checkpoint, or a run, of which the latest is taken. [adapters]",
+        help="A checkpoint, or a run with its latest checkpoint. [adapters]",
         show_default=False,
     ),
 ]
@@ -80,7 +80,7 @@ class Plan(NamedTuple):
     machines: Annotated[
         str | None,
         Option(
-            help="Numbers of equal computers to plan for, which need not exist: 1,2,4,8.",
+            help="Numbers of equal computers to plan for, even imagined ones: 1,2,4,8.",
         ),
     ] = None
     once: Annotated[bool, Option("--once", help="The training is needed only once.")] = False
@@ -134,9 +134,9 @@ class Monitor(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Write a page about a run, or several compared.
+    """Write a report about a run, or compare several runs.
 
-    Writes an HTML file that needs no network, and the same words and tables as Markdown: curves,
+    Writes an HTML file that needs no network, and the same text and tables as Markdown: curves,
     overfitting and underfitting, speed, memory, restarts, machines, data, samples and
     configuration.
     """
@@ -151,13 +151,13 @@ class Dashboard(NamedTuple):
     """Show runs in the browser while they go on.
 
     The page has loss, speed, memory and phases of several runs, their processes, the end of their
-    logs, and a button that asks a run to save and stop. Without --host only this computer is
-    answered. Ctrl-C ends the dashboard.
+    logs, and a button that asks a run to save and stop. Without --host it answers only this
+    computer. Ctrl-C ends the dashboard.
     """
 
     runs: Annotated[
         Path,
-        Argument(metavar="DIR", help="Directory in which, or below which, the runs are."),
+        Argument(metavar="DIR", help="Directory with runs, at any depth."),
     ] = Path()
     host: Host = "127.0.0.1"
     port: Port = 8765

@@ -96,7 +96,7 @@ class Launch(NamedTuple):
             "--num-ranks",
             min=1,
             max=1024,
-            help="Processes; most ranks with --hostfile. [1, all slots]",
+            help="Processes; with --hostfile: ranks at most. [1, all slots]",
         ),
     ] = None
     hostfile: Annotated[str | None, Option(help=_said("hostfile"))] = None
@@ -109,7 +109,7 @@ class Launch(NamedTuple):
     max_restarts: Annotated[int, Option(min=0, help="Restarts after a fault.")] = 3
     hang_timeout_s: Annotated[
         float,
-        Option(help="Seconds without allhands.progress that count as a hang."),
+        Option(help="Seconds without a call of allhands.progress that count as a hang."),
     ] = 600.0
     start_timeout_s: Annotated[
         float | None,
@@ -137,8 +137,8 @@ class Launch(NamedTuple):
 class Eval(NamedTuple):
     """Measure loss and perplexity of a model on a split of the data.
 
-    The result is the same on any number of processes. Plain texts also have bits per byte. --tasks
-    runs benchmarks.
+    The result is the same on any number of processes. Plain texts also get bits per byte. --tasks
+    runs benchmarks instead.
     """
 
     flags: Annotated[dict[str, Any], options_of(EvalConfig, _EVALUATED)]
@@ -159,7 +159,7 @@ Split = StrEnum("Split", ["train", "valid", "test"])
 
 
 class DataCheck(NamedTuple):
-    """Show a data set as training would see it, and warn of problems.
+    """Show a dataset as training would see it, and warn of problems.
 
     DIR is the --data of allhands train: a folder, 'demo' or a Hub dataset. Options, defaults and
     the YAML file (-c) are those of training.
@@ -194,9 +194,8 @@ class DataCheck(NamedTuple):
 class ModelCheck(NamedTuple):
     """Compare a training step's loss and gradient with those of mlx_lm's own model.
 
-    Both compute a short row and a long one. Every training does this before its first step, for a
-    large model with fewer blocks. Options are those of training; with --data the longest row of the
-    data is compared.
+    Both compute a short row and a long one. Every training does this before its first step, with
+    fewer blocks for a large model. Options are those of training; --data gives the longest row.
     """
 
     flags: Annotated[dict[str, Any], options_of(TrainConfig, _COMPARED)]

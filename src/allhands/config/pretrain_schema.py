@@ -71,38 +71,40 @@ class PretrainConfig(TrainConfig):
         ge=2,
         description="Positions of the model, and tokens of a row unless --max-seq-length is less.",
     )
-    rope_theta: float | None = Field(None, gt=0, description="Base of the rotary position code.")
+    rope_theta: float | None = Field(
+        None, gt=0, description="Base of the rotary position embedding."
+    )
     tied: bool | None = Field(None, description="Use the embedding as the output layer.")
     experts: int | None = Field(None, ge=0, description="Experts of each block (mixtral).")
     experts_per_token: int | None = Field(
         None, ge=0, description="Experts that compute a token (mixtral)."
     )
     router_aux_loss: float = Field(
-        0.01, ge=0, description="Coefficient of the loss that keeps experts equally busy."
+        0.01, ge=0, description="Coefficient of the load-balancing loss of experts."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="Type of the weights in computation; auto: bfloat16 with float32 copies on GPUs, else float32.",
+        description="Data type of the weights; auto: bfloat16 with float32 copies on GPUs, else float32.",
     )
     # Usual defaults of pre-training, see docs/pretraining.md.
     adapter_path: LocalPath = Field(
         "pretrained", description="Directory for the model, checkpoints, metrics, plot and logs."
     )
     seed: int = Field(
-        0, ge=0, lt=2**32, description="Seed of the first weights and of the data's order."
+        0, ge=0, lt=2**32, description="Seed of the initial weights and of the data's order."
     )
     resume_adapter_file: LocalPath | None = Field(
-        None, description="Weights to start from: model.safetensors of such a run."
+        None, description="Weights to start from: model.safetensors of a pre-training."
     )
     keep_best: bool = Field(
-        True, description="Keep the model of the best validation loss beside the last: model-best."
+        True, description="Also keep the model with the best validation loss: model-best."
     )
     data: LocalPath = Field(
         "",
         description="Directory with train and valid texts, one file of texts, or a Hub dataset. Required.",
     )
     fine_tune_type: Literal["lora", "dora", "full"] = Field(
-        "full", description="full: everything is trained."
+        "full", description="full: all weights are trained."
     )
     optimizer: Literal["adam", "adamw", "muon", "sgd", "adafactor"] = Field(
         "adamw",

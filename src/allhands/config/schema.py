@@ -125,7 +125,7 @@ class TrainConfig(Strict):
         description="Update float32 copies of half-precision weights, then round them to the weights.",
     )
     max_grad_norm: float | None = Field(
-        None, gt=0, description="Clip the global gradient norm to this."
+        None, gt=0, description="Clip the global gradient norm to this value."
     )
     grad_accumulation_steps: int = Field(
         1, ge=1, description="Iterations (batches) per step; a step is one optimizer update."
@@ -149,10 +149,10 @@ class TrainConfig(Strict):
         2, ge=0, description="Checkpoints to keep, the latest ones; 0 writes none."
     )
     keep_every: int | None = Field(
-        None, ge=1, description="Also keep checkpoints at multiples of these iterations."
+        None, ge=1, description="Also keep checkpoints at multiples of this number of iterations."
     )
     keep_best: bool = Field(
-        True, description="Keep the adapter with the best validation loss beside the last."
+        True, description="Also keep the checkpoint with the best validation loss, as best/."
     )
     checkpoint_copies: int = Field(
         2,
@@ -174,7 +174,7 @@ class TrainConfig(Strict):
     )
     test_batches: int = Field(500, ge=-1, description="Test batches; -1 is the whole set.")
     max_seq_length: int = Field(
-        2048, ge=2, le=10**8, description="Tokens of an example; longer ones are cut."
+        2048, ge=2, le=10**8, description="Most tokens of an example; longer ones are cut."
     )
     mask_prompt: bool = Field(False, description="Train on the answers only.")
     train_on: Literal["assistant", "last", "all"] = Field(
@@ -214,14 +214,14 @@ class TrainConfig(Strict):
     )
     deterministic: bool = Field(
         False,
-        description="Same bits in repeated runs on NVIDIA GPUs, too: slower attention, without cuDNN.",
+        description="Equal bits in repeated runs on NVIDIA GPUs; attention without cuDNN is slower.",
     )
     gradient_check: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Before training compare the gradient with that of mlx_lm's own model; auto: once per kind of run.",
     )
     clear_cache_threshold: int = Field(
-        0, ge=0, description="Clear MLX's buffer cache above this size (2GB)."
+        0, ge=0, description="Clear MLX's buffer cache above this size, such as 2GB."
     )
     hf_dataset: HfDataset | list[HfDataset] | None = Field(
         None, description="Hub datasets to train on (YAML or JSON)."
@@ -242,7 +242,7 @@ class TrainConfig(Strict):
         None, description="YAML file with these options; flags win over it."
     )
     num_ranks: int = Field(
-        1, ge=1, le=1024, description="Processes to start here; with --hostfile: most ranks."
+        1, ge=1, le=1024, description="Processes to start here; with --hostfile: ranks at most."
     )
     backend: Literal["auto", "ring", "mpi", "nccl", "jaccl"] = Field(
         "auto", description="Communication back-end."
@@ -262,13 +262,13 @@ class TrainConfig(Strict):
     strategy: Literal["auto", "data", "zero1", "zero2", "zero3", "fsdp", "pipeline"] = Field(
         "auto",
         description="Division of the work over ranks: data, zero1 (sharded optimizer state), fsdp or zero3 (sharded "
-        "weights, too), zero2, or pipeline (each rank has some of the blocks); auto: data, or zero1 with NCCL and "
-        "float32 copies; if memory is short, a way that fits.",
+        "weights, too), zero2 (fsdp with --reshard off), pipeline (each rank has some of the blocks); auto: data, or "
+        "zero1 with NCCL and float32 copies; if memory is short, a strategy that fits.",
     )
     reshard: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="With --strategy fsdp: on fetches weights again for the backward pass; off keeps them for a step, "
-        "as auto does in a pipeline.",
+        description="With --strategy fsdp: on fetches weights again for the backward pass; off keeps them for a step; "
+        "auto: off in pipelines and with zero2.",
     )
     dp_shard: int | None = Field(
         None,
@@ -307,7 +307,7 @@ class TrainConfig(Strict):
         1,
         ge=1,
         le=10**6,
-        description="Steps that each rank takes alone before weights are averaged; for slow links. Changes the result.",
+        description="Local steps of each rank before weights are averaged, for slow links. Changes the result.",
     )
     outer_lr: float = Field(
         1.0,
@@ -321,7 +321,7 @@ class TrainConfig(Strict):
         description="With --sync-every: Nesterov momentum of the outer step. DiLoCo takes 0.9.",
     )
     sync_fragments: int = Field(
-        1, ge=1, description="With --sync-every: parts in which weights are exchanged."
+        1, ge=1, description="With --sync-every: number of parts of the weights, exchanged in turn."
     )
     sync_delay: int = Field(
         0, ge=0, description="Steps that an exchange may be late; without --sync-every: 0 or 1."
@@ -336,12 +336,12 @@ class TrainConfig(Strict):
         None, description="Computers to train on, by name: node1,node2:2 for one rank and two."
     )
     min_ranks: int | None = Field(
-        None, ge=1, description="Fewest ranks to go on with after a fault. [all]"
+        None, ge=1, description="Fewest ranks with which a run goes on after a fault. [all]"
     )
     max_restarts: int | None = Field(
         None,
         ge=0,
-        description="Restarts from the last checkpoint after a fault. [3 with several ranks, else 0]",
+        description="Most restarts from the last checkpoint after faults. [3 with several ranks, else 0]",
     )
     hang_timeout_s: float | None = Field(
         None,
@@ -369,7 +369,7 @@ class TrainConfig(Strict):
         0.8, ge=0, description="Temperature of the samples; 0 is greedy."
     )
     log_level: Literal["normal", "verbose"] = Field(
-        "normal", description="verbose explains each choice made."
+        "normal", description="verbose explains each choice."
     )
     profile: bool = Field(
         False, description="With each report, show the time of each part of a step."

@@ -134,10 +134,10 @@ def _unvalidated(valid: Curve, course: Course) -> Iterator[Judgement]:
         yield Judgement(
             "validation",
             "note",
-            "There is no validation loss, so overfitting cannot be seen: it needs a valid.jsonl, and --val-batches.",
+            "There is no validation loss, so overfitting cannot be seen: add a valid.jsonl; --val-batches must not be 0.",
         )
     elif course.seen >= MOST_SEEN:
-        text = f"The model is trained on {course.seen:.0%} of the validation examples, too, so the validation loss "
+        text = f"The training set has {course.seen:.0%} of the validation examples, too, so the validation loss "
         text += (
             "cannot show overfitting: take examples for valid.jsonl that are not in train.jsonl."
         )
@@ -150,7 +150,7 @@ def _unvalidated(valid: Curve, course: Course) -> Iterator[Judgement]:
 
 
 def _too_short(count: int, course: Course) -> Judgement:
-    text = f"{count or 'no'} training report{'s' * (count > 1)} with a loss: too little to judge by"
+    text = f"{count or 'no'} training report{'s' * (count > 1)} with a loss: too few to judge"
     text += ". Lower --steps-per-report to see more of short runs." if course.is_over else " yet."
     return Judgement("short", "note", f"There {'are' if count > 1 else 'is'} {text}")
 
@@ -176,7 +176,7 @@ def _better_before(valid: Curve) -> Iterator[Judgement]:
         text = (
             f"Validation loss was lowest at step {step:.0f} ({low:.3f}) and is {last:.3f} at step "
         )
-        text += f"{valid.steps[-1]:.0f} ({_by(low, last)}): those weights are the better ones (best/, if they were "
+        text += f"{valid.steps[-1]:.0f} ({_by(low, last)}): the weights of step {step:.0f} are better (best/, if "
         yield Judgement(
             "overfitting", "warning", f"{text}kept). With few validation rows that may be chance."
         )
@@ -216,10 +216,12 @@ def _worse(train: Curve, trained: Curve, before: float, course: Course) -> Itera
     text = f"Worse than before training: validation loss was {before:.3f} before the first step and is {last:.3f} "
     text += f"({_by(before, last)}) {course.at_the_end}; "
     if low < before:
-        text += f"it was lowest at step {step:.0f} ({low:.3f}), whose weights are the better ones (best/, if kept). "
+        text += f"it was lowest at step {step:.0f} ({low:.3f}), whose weights are better (best/, if kept). "
     else:
-        text += "no validation was below the first, so no step's weights are better (there is no best/). "
-    # Learning by heart is not caused by a much too high learning rate.
+        text += (
+            "no later validation was lower, so no step's weights are better (there is no best/). "
+        )
+    # Memorising is not caused by a much too high learning rate.
     if len(train) >= FEW and _learns(train, Curve.of([])) and ends(train)[1] < before:
         text += "The model learns the training data, but not the validation data: use fewer steps, a lower "
         text += "learning rate or more data."
@@ -238,8 +240,8 @@ def _guessing(
     last = float(trained.losses[-1]) if len(trained) else float(np.median(train.losses[-3:]))
     if not chance or last < GUESS * chance or sure_change(train) < 0:
         return None
-    text = f"No better than guessing: the loss is {last:.3f} {course.at_the_end}, that of choosing blindly among "
-    text += f"{course.vocabulary} tokens is {chance:.3f}"
+    text = f"No better than guessing: the loss is {last:.3f} {course.at_the_end}; guessing among "
+    text += f"{course.vocabulary} tokens has {chance:.3f}"
     if before is not None and before < GUESS * chance:
         return Judgement(
             "guessing",
@@ -248,7 +250,7 @@ def _guessing(
         )
     if len(train) < FEW:
         return None  # a new model begins at this loss
-    advice = f"{course.other('Try other learning rates')}, and look at what is trained on (allhands data check)."
+    advice = f"{course.other('Try other learning rates')}, and check the training data (allhands data check)."
     return Judgement("guessing", "bad", f"{text}. The model learns nothing. {advice}")
 
 
@@ -264,8 +266,8 @@ def _excursion(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement
         if before is None or not len(curve) or np.max(curve.losses) <= bound * before:
             continue
         place = int(np.argmax(curve.losses))
-        text = f"In between {name} loss was {curve.losses[place]:.3f} (step {curve.steps[place]:.0f}), far above the "
-        text += f"{before:.3f} before the first step: the learning rate is too high at its peak. {course.slower}"
+        text = f"In the middle of the run {name} loss was {curve.losses[place]:.3f} (step {curve.steps[place]:.0f}), far "
+        text += f"above {before:.3f} before the first step: the peak learning rate is too high. {course.slower}"
         yield Judgement("excursion", "warning", text)
         return
 
@@ -319,11 +321,11 @@ def _overfitting(train: Curve, valid: Curve, course: Course) -> Iterator[Judgeme
     )
     text += f"validation{'s' * (count > 1)} since, to {last:.3f} ({_by(low, last)}), "
     kind, change = "overfitting", sure_change(meanwhile)
-    better = f"The weights of step {step:.0f} are the better ones"
+    better = f"The weights of step {step:.0f} are better"
     if change < -FALL and count >= RISING:
-        text = f"Overfitting: {text}while training loss fell from {from_to(meanwhile)}. {better} (best/, if they were "
+        text = f"Overfitting: {text}while training loss fell from {from_to(meanwhile)}. {better} (best/, if kept); "
         yield Judgement(
-            kind, "warning", f"{text}kept); fewer steps, more data, dropout or a smaller rank help."
+            kind, "warning", f"{text}fewer steps, more data, dropout or a smaller rank help."
         )
     elif change < -FALL:
         text = f"Perhaps the beginning of overfitting: {text}while training loss fell from {from_to(meanwhile)}. "
@@ -460,7 +462,7 @@ def _underfitting(train: Curve, valid: Curve, course: Course) -> Iterator[Judgem
         text = f"Underfitting: over the last third {text} Both still fall: more steps would help."
         yield Judgement("underfitting", "warning", text)
     elif len(known) < 2:
-        text = f"Still learning at the end: over the last third {text} Whether more steps would help cannot be said"
+        text = f"Still learning at the end: over the last third {text} It is not clear whether more steps would help"
         if course.seen < MOST_SEEN:
             text += " without two validations there: lower --steps-per-eval"
         yield Judgement("underfitting", "note", f"{text}.")
@@ -470,8 +472,8 @@ def _unlearning(train: Curve, valid: Curve, course: Course) -> Judgement:
     """Return a judgement of a loss that has not fallen, or scatters too much to judge."""
     if not _would_be_seen(train, valid):
         share = scatter(train) / max(abs(float(np.mean(train.losses))), 1e-12)
-        text = f"Training loss scatters by {share:.0%} from report to report: whether it falls cannot be said"
-        text += "" if course.is_over else " yet"
+        text = f"Training loss scatters by {share:.0%} from report to report: it is not clear "
+        text += "whether it falls" if course.is_over else "yet whether it falls"
         text += ". Raise --steps-per-report, so that a report is the mean of more batches"
         return Judgement(
             "scatter", "note", f"{text}{', or train for longer' if course.is_over else ''}."
@@ -481,11 +483,11 @@ def _unlearning(train: Curve, valid: Curve, course: Course) -> Judgement:
     text += course.at_the_end
     if len(valid) > 1:
         text += f"; validation loss {valid.losses[0]:.3f} and {valid.losses[-1]:.3f}"
-    advice = f"{course.other('Raise the learning rate')}, train more layers or a larger rank, or check what is trained "
+    advice = f"{course.other('Raise the learning rate')}, train more layers or a larger rank, or check the data."
     if course.is_over:
-        return Judgement("underfitting", "warning", f"Underfitting: {text}. {advice}on.")
+        return Judgement("underfitting", "warning", f"Underfitting: {text}. {advice}")
     return Judgement(
-        "underfitting", "note", f"Hardly learning so far: {text}. If that stays so: {advice}on."
+        "underfitting", "note", f"Hardly learning so far: {text}. If that stays so: {advice}"
     )
 
 

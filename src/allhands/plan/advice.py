@@ -209,7 +209,7 @@ LONG = "Does it take an hour or more on one machine?"
 FITS = "Does it fit one machine?"
 SMALLER = "Does it fit with flags that save memory?"
 MORE = "Are there others to help?"
-DIVIDED = "Does it fit if it is divided among several?"
+DIVIDED = "Does it fit if several share each batch?"
 STAGES = "Does it fit if the model is divided?"
 PAYS = f"Do they save {100 * SAVED:.0f} % of the time or more?"
 FAST = "Is the link fast enough?"
@@ -217,13 +217,13 @@ LARGER = "Would larger batches pay?"
 # For each strategy: the answer of the chart that leads to it, its outcome, and a rank's part in
 # words.
 _DIVIDED: dict[str, tuple[str, Outcome, str]] = {
-    "pipeline": ("in blocks", "pipeline", "each with some of the blocks"),
-    "fsdp": ("each array", "fully sharded", "each with a part of every array"),
-    "tensor": ("each matrix", "tensor parallel", "each with a part of every matrix"),
-    "expert": ("each mixture", "expert parallel", "each with some of the experts"),
-    "context": ("each row", "context parallel", "each with a part of every row"),
+    "pipeline": ("by blocks", "pipeline", "each with some of the blocks"),
+    "fsdp": ("by arrays", "fully sharded", "each with a part of every array"),
+    "tensor": ("by matrices", "tensor parallel", "each with a part of every matrix"),
+    "expert": ("by experts", "expert parallel", "each with some of the experts"),
+    "context": ("by rows", "context parallel", "each with a part of every row"),
 }
-_INSIDE = "each row by several"
+_INSIDE = "if they compute rows together"
 
 
 def _divided_by(way: Way) -> tuple[str, Outcome, str]:
@@ -249,7 +249,7 @@ class _Walk:
         answer = (
             f"no{f', but {but}' if but else ''}"
             if not yes
-            else f"yes{f', and {besides}' if besides else ''}"
+            else f"yes{f', {besides}' if besides else ''}"
         )
         self._path.append(Question(text, answer, why))
         return yes
@@ -276,7 +276,7 @@ def _done_soon(at: Situation, walk: _Walk) -> Advice | None:
     again = walk.ask(
         AGAIN,
         at.again,
-        "as long as you do not say --once" if at.again else "--once",
+        "unless --once is given" if at.again else "--once",
         large or worth,
     )
     if at.fits_one and not (again or worth):
@@ -314,7 +314,7 @@ def _unfit(at: Situation, walk: _Walk) -> Advice | None:
     worth = at.long and at.pays and not at.together and (at.again or at.saved_s >= _SETUP_S)
     if not (at.smaller and worth):
         return _too_large(at, walk)
-    walk.ask(SMALLER, True, at.fits_smaller, besides="long")
+    walk.ask(SMALLER, True, at.fits_smaller, besides="and long")
     return None
 
 
@@ -351,7 +351,7 @@ def _why_no_others(at: Situation) -> tuple[str, ...]:
 
 def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
     """End if several computers save too little."""
-    waiting = f"{100 * offer.exposed:.0f} % of a step would be waiting for it"
+    waiting = f"ranks would wait for it in {100 * offer.exposed:.0f} % of a step"
     if walk.ask(FAST, offer.exposed < _FELT, waiting):
         one_row = (
             "a batch of one row cannot be divided: --batch-size 2 or more can"
@@ -361,15 +361,17 @@ def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
         too_small = f"{offer.fast(at)}: too little to be worth the trouble"
         return walk.end("one machine", f"stay on one machine{at.which}", too_small, one_row)
     larger = at.larger or offer
-    four = f"{as_fast(larger.accumulated)} with four in one on {at.several(larger.machines)}"
+    four = (
+        f"{as_fast(larger.accumulated)} on {at.several(larger.machines)} with four batches a step"
+    )
     if walk.ask(LARGER, larger.accumulated >= _WORTH_ANOTHER, four):
         return walk.end(
             "accumulate",
-            "larger batches, or accumulate gradients over several",
+            "larger batches, or gradient accumulation",
             f"as it is: {larger.fast(at)}; {four}",
             "then ranks exchange a quarter as often: --grad-accumulation-steps 4, or four times --batch-size with a "
             "quarter of --iters",
-            "a larger batch is another training: look at the validation loss, and raise the learning rate with care",
+            "a larger batch changes the training: watch the validation loss, and raise the learning rate with care",
             machines=larger.machines,
         )
     return walk.end(
@@ -381,8 +383,8 @@ def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
         ),
         ""
         if at.packed
-        else "fewer bytes change the result a little: plan with --compress int8 tells the time",
-        "--sync-every 50 has ranks exchange weights every 50 steps: that is another training (docs/slow-links.md)",
+        else "fewer bytes change the result a little: add --compress int8 to this plan to see the time",
+        "with --sync-every 50 ranks average weights every 50 steps, which changes the training (docs/slow-links.md)",
     )
 
 
@@ -391,10 +393,12 @@ def _data_parallel(at: Situation, offer: Offer, walk: _Walk) -> Advice:
     fits = (
         _same(offer.more)
         if offer.more
-        else f"each with its share it fits as it is; on one {at.fits_smaller}"
+        else f"each machine can hold its share; one machine needs {at.fits_smaller}"
     )
-    imagined = "the others are only imagined: as many of the same kind, and this link, would have to be there"
-    beyond = "another saves less than 5 % of a step, or makes it longer"
+    imagined = (
+        "the other machines are imagined: you would need as many of the same kind, and this link"
+    )
+    beyond = "one more saves less than 5 % of a step, or makes it longer"
     if at.unable and offer.machines < at.enough:
         beyond = "; ".join(at.unable)
     return walk.end(
@@ -402,13 +406,13 @@ def _data_parallel(at: Situation, offer: Offer, walk: _Walk) -> Advice:
         f"data parallel on {at.several(offer.machines)}{each}",
         "" if at.fits_one and not offer.more else fits,
         f"{offer.fast(at)}: {format_duration(offer.training_s)} in place of {format_duration(at.alone_s)}",
-        f"which are {offer.names}" if at.one else "",
+        f"these are {offer.names}" if at.one else "",
         imagined if at.imagined else "",
-        f"{100 * offer.exposed:.0f} % of each step is waiting for the link"
+        f"ranks wait for the link in {100 * offer.exposed:.0f} % of each step"
         if offer.exposed >= _FELT
         else "",
         _weights_told(offer),
-        f"no more of them: {beyond}" if offer.machines < at.machines else "",
+        f"not more of them: {beyond}" if offer.machines < at.machines else "",
         machines=offer.machines,
     )
 
@@ -471,15 +475,15 @@ def _model_divided(at: Situation, walk: _Walk) -> Advice | None:
 def _nowhere(at: Situation, walk: _Walk, over: str) -> Advice:
     """End if the model does not fit these computers in any way."""
     walk.ask(STAGES, False, over)
-    where = "more of them hold a model that is fully sharded, each its part (--strategy fsdp), or a pipeline's blocks"
+    where = "more of them may hold it, fully sharded (--strategy fsdp) or as a pipeline"
     if at.kind == "cuda":
-        where += "; DeepSpeed (ZeRO-Infinity) leaves weights and states in the computer's memory, or on its disk"
+        where += "; DeepSpeed (ZeRO-Infinity) keeps weights and states in the computer's memory, or on its disk"
     smaller = "shorter rows (--max-seq-length)" if at.adapters else "LoRA in place of full training"
     return walk.end(
         "framework",
         "more computers, or more memory in them",
         *at.unable,
-        f"no way of dividing it among these fits: {where}",
+        f"no strategy fits these machines: {where}",
         f"or a smaller model, {smaller}, 4 bits ({QUANTISE}); or a computer with more memory",
         "you can take your results along: allhands export --to peft converts an adapter; data and model are plain files",
     )
@@ -499,7 +503,7 @@ def _divided(at: Situation, offer: Offer, walk: _Walk) -> Advice:
         title = f"data parallel with the optimizer divided{f', and{more}' if more else ''}"
         why = f"each rank keeps a part of the optimizer's state: {offer.flags}"
     time = f"{format_duration(offer.training_s)} on {at.several(offer.machines)}; on one it does not fit"
-    which = f"which are {offer.names}" if at.one else ""
+    which = f"these are {offer.names}" if at.one else ""
     return walk.end(
         "divide the optimizer",
         title,
@@ -513,13 +517,13 @@ def _divided(at: Situation, offer: Offer, walk: _Walk) -> Advice:
 
 def _in_stages(at: Situation, found: Pipelined, walk: _Walk) -> Advice:
     """End with a pipeline: the model fits no single computer, but its blocks fit several."""
-    waiting = f"{100 * found.bubble:.0f} % of a step is waiting for the first and the last of {found.micro_batches} "
+    waiting = f"bubble: {100 * found.bubble:.0f} % of a step with {found.micro_batches} "
     return walk.end(
         "pipeline",
         f"a pipeline on {at.several(found.machines)}, each with some of the blocks: {found.flags}",
         found.told,
         f"{format_duration(found.training_s)} on {at.several(found.machines)}; on one it does not fit",
-        f"{waiting}micro-batches: less with a larger --batch-size, or --pp-schedule interleaved",
+        f"{waiting}micro-batches; less with a larger --batch-size, or --pp-schedule interleaved",
         f"on one machine only with {at.fits_smaller}" if at.fits_smaller else "",
         machines=found.machines,
     )
@@ -556,9 +560,9 @@ def _inside(at: Situation, way: Way, walk: _Walk) -> Advice:
     """
     other = at.offer
     shares = (
-        "its rows cannot be divided among so many"
+        "the batch has too few rows for so many ranks"
         if other is None
-        else f"with rows of its own: {other.fast(at)}"
+        else f"data parallel: {other.fast(at)}"
     )
     _, outcome, each = _divided_by(way)
     return walk.end(
@@ -567,7 +571,7 @@ def _inside(at: Situation, way: Way, walk: _Walk) -> Advice:
         f"{_fast(at, way)} on {at.several(way.ranks)}: {format_duration(way.training_s)} in place of "
         f"{format_duration(at.alone_s)}",
         shares,
-        "the others are only imagined: as many of the same kind, and this link, would have to be there"
+        "the other machines are imagined: you would need as many of the same kind, and this link"
         if at.imagined
         else "",
         machines=way.ranks,

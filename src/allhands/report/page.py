@@ -197,7 +197,7 @@ def _sections(runs: Sequence[_Run], measures: Sequence[tuple[str, list[str]]]) -
     def grids(make: Callable[[_Run], Iterator[Grid]]) -> tuple[Grid, ...]:
         return tuple(grid for run in runs for grid in make(run))
 
-    title = "Side by side" if many else "In figures"
+    title = "Comparison" if many else "Key figures"
     unlike = unlike_models(facts) or unlike_validations(facts)
     yield Section("times", title, unlike, "Figures", grids=(_figures(labels, measures),))
     losses = list(loss_charts(labels, histories))
@@ -241,9 +241,8 @@ def _memory_charts(runs: Sequence[_Run]) -> Iterator[Chart]:
 
 
 _LOSS = (
-    "Solid: training; dashed, with points: validation; a star: the best validation; a dotted line over the whole "
-    "height: a restart. Drag over a chart to look closer, double-click to see all; with the keyboard, arrow keys read "
-    "the values."
+    "Solid: training; dashed, with points: validation; a star: the best validation; a vertical dotted line: a "
+    "restart. Drag over a chart to zoom, double-click to see all; with the keyboard, arrow keys read the values."
 )
 
 
@@ -263,11 +262,11 @@ def _needs(run: _Run) -> Iterator[Grid]:
         rows.append(_sum("ranks together", facts.ranks_bytes))
     rows += [_need(facts, row) for row in directing]
     rows.append(_sum("all together" if directing else "together", facts.together_bytes))
-    caption = f"highest memory of the processes of {run.label}; together: pages that are shared counted once"
-    caption += "; since it was resumed last" if facts.began_before else ""
+    caption = f"highest memory of each process of {run.label}; sums count shared pages once"
+    caption += "; since the last resume" if facts.began_before else ""
     if directing:
         names = ", ".join(row.last.name for row in directing)
-        caption += f"; training needs what the ranks need ({names} only starts and watches them)"
+        caption += f"; training needs the ranks' memory ({names} only starts and watches them)"
     measures = (
         "expected",
         "measured in training",

@@ -409,7 +409,7 @@ def _nothing_fits(rank: _Rank, told: Sequence[Mapping[str, Any]]) -> ModelError:
     if not config.grad_checkpoint:
         hints.append("--grad-checkpoint takes less memory and more time")
     if len(told) > 1:
-        hints.append("`allhands plan` shows what --cp or --ep beside --strategy fsdp would take")
+        hints.append("`allhands plan` shows the memory with --cp or --ep beside --strategy fsdp")
     if "fsdp" in told[0]["needs"]:
         # On a CPU more ranks of the same computer get less memory each: more computers are needed.
         shared = rank.choosing.mesh.local_size if rank.choosing.accelerator.kind != "cuda" else 1

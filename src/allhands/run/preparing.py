@@ -367,7 +367,7 @@ def _date_told(data: Datasets, surroundings: RunContext) -> list[str]:
     if data.dated is None or data.dated.date() == surroundings.moment.date():
         return []
     return [
-        f"the chat template writes the current date; the run keeps that of its beginning, {data.dated:%d %b %Y}"
+        f"the chat template writes the current date; the run keeps its first date, {data.dated:%d %b %Y}"
     ]
 
 
@@ -407,8 +407,8 @@ def _ordered(communicator: Communicator, mesh: Mesh) -> list[str]:
     if communicator.size == 1 or first_ranks(communicator, mesh.local_rank, mesh.local_size):
         return []
     return [
-        "ranks of one computer do not have neighbouring numbers, so more of their exchanges than "
-        "needed take the network: start all ranks of a computer before those of the next one, as "
+        "the ranks of a computer are not numbered one after the other, so more data than needed "
+        "crosses the network: start all ranks of a computer before those of the next one, as "
         "mpirun --map-by slot and srun --distribution=block do"
     ]
 
@@ -495,15 +495,15 @@ def _launching(config: TrainConfig, mesh: Mesh) -> list[str]:
     )
     if not has_order:
         raise ConfigError(
-            "MLX has computed before in this process, and keeps its order of sums",
+            "MLX has already computed in this process, which fixes its order of sums",
             code="deterministic-too-late",
             where="--deterministic",
-            hint="start a new process, or Python with MLX_CUDA_USE_CUDNN_SDPA=0",
+            hint="start a new process, or start Python with MLX_CUDA_USE_CUDNN_SDPA=0",
         )
     if launches_directly() or os.environ["MLX_USE_CUDA_GRAPHS"] != "0":
         return []
     return [
-        "MLX has computed before in this process: a step takes more memory, and longer, than in a new one"
+        "MLX has already computed in this process: a step needs more memory and time than in a new process"
     ]
 
 
@@ -529,12 +529,12 @@ def pass_context(
         ConfigError: the options ask for compilation, but the model cannot be compiled.
     """
     if config.compile == "on" and not can_be_compiled(getattr(model, "model_type", None)):
-        message = "a pass of this architecture cannot be compiled: mlx_lm chooses its experts in Python, by numbers"
+        message = "this architecture cannot be compiled: mlx_lm chooses its experts in Python"
         raise ConfigError(
             message,
             code="option-unsuited-to-model",
             where="--compile",
-            hint="leave it out; the step is then computed, not compiled",
+            hint="leave it out: the step then runs without compilation",
         )
     return PassContext(
         accelerator,

@@ -63,7 +63,7 @@ _BELONGS: dict[str, tuple[str, str]] = {
     "code": ("kind", "exit"),
     "write": ("at", "save"),
 }
-_HINT = 'see "Rehearse a failure" in docs/reliability.md; unset ALLHANDS_FAULTS to train without failures on purpose'
+_HINT = 'see "Inject faults" in docs/reliability.md; unset ALLHANDS_FAULTS to train without injected faults'
 # Points that come after the last step, too.
 _AFTER_ALL: tuple[Point, ...] = ("save", "validate")
 _CHUNK_BYTES = 8 << 20

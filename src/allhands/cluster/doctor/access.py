@@ -53,7 +53,7 @@ _TROUBLES = {
         "nc -vz {place} 22   # on {place}: sudo systemctl enable --now ssh; a Mac: sudo systemsetup -setremotelogin on",
     ),
     "timeout": ("no answer", _PING),
-    "unreachable": ("there is no way to it", _PING),
+    "unreachable": ("there is no route to it", _PING),
     "no-ssh": ("there is no ssh program here", "sudo apt install openssh-client"),
     "no-python": ("there is no Python at {python}", _INIT),
     "old-python": ("its Python is too old", _INIT),
@@ -119,7 +119,7 @@ def check_shell(cluster: Cluster) -> Iterator[Found]:
     for host, _ in cluster.answered():
         if host.login_s > SLOW_LOGIN_S:
             taken = format_duration(host.login_s)
-            message = f"a login takes {taken}: its shell does too much, or its name server is slow"
+            message = f"a login takes {taken}: its shell or its name server is slow"
             yield host.name, "warn", message, f"time ssh {shlex.quote(host.ssh or host.name)} true"
     for host, _ in cluster.answered():
         if noise := host.noise.strip():
@@ -205,7 +205,7 @@ def check_allhands(cluster: Cluster) -> Iterator[Found]:
             yield host.name, "stop", f"{fault} in {host.python}", pip_install(host, facts, wanted)
         elif "starts" in facts.missing:
             remedy = on(host, f"{host.python} -m allhands")
-            yield host.name, "warn", "allhands could not be started in time", remedy
+            yield host.name, "warn", "allhands did not start in time", remedy
 
 
 def check_versions(cluster: Cluster) -> Iterator[Found]:
@@ -302,7 +302,7 @@ def check_clock(cluster: Cluster) -> Iterator[Found]:
         off = offset - reference
         if abs(off) - host.round_trip_s / 2 > CLOCK_WARN_S:
             way = "ahead" if off > 0 else "behind"
-            message = f"its clock is {format_duration(abs(off))} {way}: times in logs mislead, and the Hub may refuse"
+            message = f"its clock is {format_duration(abs(off))} {way}: times in logs are wrong, and the Hub may refuse"
             command = (
                 "sudo sntp -sS time.apple.com" if on_mac(host) else "sudo timedatectl set-ntp true"
             )
@@ -345,7 +345,7 @@ def check_names(cluster: Cluster) -> Iterator[Found]:
         (host, names[host.name]) for host, _ in systems if host.name in names
     ):
         name = names[host.name]
-        message = f"it calls itself {name}, as {first} does: MPI would take the two for one, and add up wrongly"
+        message = f"its host name is {name}, like that of {first}: MPI would take both for one, and sums would be wrong"
         new = shlex.quote(f"{name.partition('.')[0]}-2")
         command = (
             f"sudo scutil --set HostName {new}"
@@ -371,7 +371,7 @@ def check_variables(cluster: Cluster) -> Iterator[Found]:
     where = "grep -n 'MLX_\\|OMPI_\\|PMI\\|NCCL_' ~/.bashrc ~/.zshenv ~/.profile ~/.ssh/environment 2>/dev/null"
     for host, facts in cluster.answered():
         if launchers := [name for name in facts.variables if name in _LAUNCHERS]:
-            message = f"{listed(launchers)} set for every login: a rank takes them for its own"
+            message = f"{listed(launchers)} set for every login: a rank would expect that launcher"
             yield host.name, "warn", message, on(host, where)
         if others := [name for name in facts.variables if name not in _LAUNCHERS]:
             yield host.name, "note", f"{listed(others)} set for every login", on(host, where)
@@ -385,7 +385,7 @@ CHECKS = (
     Check("ssh", "ssh without a question", check_ssh, _asked),
     Check(
         "answers",
-        "all answer to the end",
+        "all computers answered",
         check_answers,
         _asked,
         lambda cluster: all(host.facts is not None for host in cluster.hosts),
@@ -395,8 +395,8 @@ CHECKS = (
     Check("allhands", "allhands starts", check_allhands),
     Check("versions", "versions", check_versions),
     Check("clock", "clocks", check_clock),
-    Check("same-computer", "each is another computer", check_same),
-    Check("names", "names of their own", check_names),
+    Check("same-computer", "no computer is listed twice", check_same),
+    Check("names", "different host names", check_names),
     Check("directory", "working directory", check_directory),
     Check("variables", "environment", check_variables),
     Check(

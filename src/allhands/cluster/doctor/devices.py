@@ -40,7 +40,7 @@ def check_slots(cluster: Cluster) -> Iterator[Found]:
                 f"{counted(gpus, 'NVIDIA GPU')}: NCCL needs one for each rank",
             )
         elif facts.gpus and not gpus:
-            right, lack = 1, "one GPU that they share: no faster than one"
+            right, lack = 1, "one GPU for all of them: no faster than one slot"
         elif gpus:
             right, lack = gpus, counted(gpus, "NVIDIA GPU")
         else:
@@ -63,7 +63,7 @@ def check_devices(cluster: Cluster) -> Iterator[Found]:
     if others := [name for name, kind in kinds.items() if kind != common]:
         like = listed(name for name, kind in kinds.items() if kind == common)
         words = ", ".join(f"{name}: {kinds[name]}" for name in others)
-        message = f"{words}, but {common} on {like}: shares of a batch are cut by speed, sums differ in the last digits"
+        message = f"{words}, but {common} on {like}: batches are divided by speed, and sums differ in the last digits"
         yield tuple(others), "note", message, f"allhands cluster check {cluster.option} --json"
 
 
@@ -147,11 +147,11 @@ def check_bridge(cluster: Cluster) -> Iterator[Found]:
         for bridge in (one for one in facts.interfaces if one.kind == "bridge" and one.members):
             members = listed(bridge.members)
             if own := [address.ip for address in bridge.addresses if address.ip in host.addresses]:
-                message = f"{own[0]} lies on {bridge.name}, the Thunderbolt Bridge of {members}"
-                message += ": it is slower than the ports themselves, and a ring of cables loops"
+                message = f"{own[0]} is on {bridge.name}, the Thunderbolt Bridge of {members}"
+                message += ": it is slower than the ports, and packets loop in a ring of cables"
                 yield host.name, "warn", message, setup
             elif bridge.up and _wants_rdma(cluster, host):
-                message = f"{bridge.name} holds {members}: JACCL needs the ports themselves"
+                message = f"{bridge.name} joins {members}: JACCL needs the ports themselves"
                 yield host.name, "stop", message, on(host, f"sudo ifconfig {bridge.name} down")
     yield from _idle_cables(cluster, setup)
 
@@ -183,7 +183,7 @@ def check_limits(cluster: Cluster) -> Iterator[Found]:
             and limits.locked is not None
             and limits.locked < LEAST_LOCKED
         ):
-            message = f"a process may lock {limits.locked // 1024} KiB of memory (ulimit -l), RDMA needs more"
+            message = f"a process may lock {limits.locked // 1024} KiB of memory (ulimit -l); RDMA needs more"
             yield host.name, "warn", message, _set_limit(host, facts, "memlock unlimited")
 
 
@@ -217,7 +217,7 @@ def check_display(cluster: Cluster) -> Iterator[Found]:
     """Check that displays of Macs are off: with one on, macOS ends GPU work that takes long."""
     for host, facts, mac in _macs(cluster):
         if mac.displays_on and any(gpu.kind == "metal" for gpu in facts.gpus):
-            message = "a display is on: macOS ends GPU work that keeps it waiting for some seconds (GPU watchdog)"
+            message = "a display is on: macOS ends GPU work that blocks it for some seconds (GPU watchdog)"
             yield host.name, "warn", message, on(host, "pmset displaysleepnow")
 
 

@@ -40,7 +40,7 @@ _MEANING = {
     "timeout": "connections time out (a firewall that drops, or a wrong route)",
     "unreachable": "there is no route",
     "forbidden": "its own firewall forbids it",
-    "stranger": "something else answers at that address",
+    "stranger": "another program answers at that address",
     "failed": "connections fail",
 }
 
@@ -69,7 +69,7 @@ def check_address(cluster: Cluster) -> Iterator[Found]:
             remedy = on(host, "ifconfig | grep 'inet '" if on_mac(host) else "ip -br -4 addr")
             if own:
                 remedy = new_hostfile(cluster, {host.name: {"ips": [*near, *own][:1]}})
-            message = f"{ip} is not an address of it ({reason}); it has {listed(own) or 'none'}"
+            message = f"{ip} is not its address ({reason}); it has {listed(own) or 'none'}"
             yield host.name, "stop", message, remedy
 
 
@@ -216,7 +216,7 @@ def check_packets(cluster: Cluster) -> Iterator[Found]:
         if reach.outcome == "stalls":
             target = cluster.host(reach.target)
             interface = target.facts.interface_of(reach.ip) if target.facts else None
-            message = f"small packets pass from it to {reach.source}, large ones get lost: packet sizes (MTU) differ"
+            message = f"small packets reach {reach.source}, large ones get lost: packet sizes (MTU) differ"
             remedy = _set_mtu(target, interface.name if interface else "INTERFACE", 1400)
             yield (target.name, reach.source), "stop", message, remedy
 
@@ -292,9 +292,7 @@ def _detour(host: HostReport, ip: str) -> tuple[str, str] | None:
         return None
     name = shlex.quote(direct[0])
     by = f" by {route.gateway}" if route.gateway else ""
-    message = (
-        f"the route to {ip} leaves{by} on {route.interface}, though {direct[0]} is in its network"
-    )
+    message = f"the route to {ip} uses {route.interface}{by}, though {direct[0]} is in its network"
     mac, linux = (
         f"sudo route -n add -host {ip} -interface {name}",
         f"sudo ip route replace {ip}/32 dev {name}",
@@ -370,11 +368,11 @@ def _slow_links(cluster: Cluster, network: Network) -> list[tuple[LinkSpeed, str
         usual = others[len(others) // 2] if others else 0.0
         nominal = _nominal(cluster, link.hosts)
         if speed < SLOW_SHARE * usual:
-            found.append((link, f"others {format_bytes(usual)}/s"))
+            found.append((link, f"others have {format_bytes(usual)}/s"))
         elif speed < NOMINAL_SHARE * nominal:
-            found.append((link, f"though its interfaces say {format_bytes(nominal)}/s"))
+            found.append((link, f"though its interfaces report {format_bytes(nominal)}/s"))
         elif speed < SLOW_BYTES_PER_S:
-            found.append((link, "less than the oldest cable"))
+            found.append((link, "less than 100 Mbit/s"))
     return found
 
 
@@ -401,9 +399,7 @@ def check_latency(cluster: Cluster) -> Iterator[Found]:
     for names, ms in best.items():
         if SLOW_MS < ms < math.inf:
             source, target = map(cluster.host, names)
-            message = (
-                f"a packet takes {ms:.1f} ms between them and back: every exchange waits for it"
-            )
+            message = f"the round trip between them takes {ms:.1f} ms: every exchange waits for it"
             yield (
                 names,
                 "warn",
@@ -432,7 +428,5 @@ CHECKS = (
     Check("latency", "latency", check_latency, _connected),
     Check("route", "routes", check_route, _several),
     Check("mtu", "packet sizes (MTU)", check_mtu, _several),
-    Check(
-        "network", "a real MLX group", check_network, lambda cluster: cluster.network is not None
-    ),
+    Check("network", "an MLX group", check_network, lambda cluster: cluster.network is not None),
 )

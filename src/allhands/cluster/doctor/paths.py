@@ -99,7 +99,7 @@ def choose(facts: Mapping[str, HostFacts]) -> NetworkChoices:
         else None
     )
     if best.is_link_local:
-        warning = "these addresses were made up by the computers and may change: give the interfaces fixed ones"
+        warning = "these are link-local addresses, which may change: give the interfaces fixed ones"
     return NetworkChoices(choices, why, warning)
 
 

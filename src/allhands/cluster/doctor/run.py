@@ -123,13 +123,13 @@ def examine(hosts: Sequence[Host], options: ClusterCheckOptions) -> Cluster:
         _ask_facts(patients, options)
         _ask_trees(patients, options)
         if len(patients) > 1:
-            options.progress("trying every way between them")
+            options.progress("testing every connection between them")
             _connect(patients, options)
     cluster = _together(patients, options, None)
     stopped = any(finding.severity == "stop" for finding in findings_of(cluster))
     if stopped or not options.bench or sum(host.slots for host in hosts) < 2:
         return cluster
-    options.progress("measuring the network with a real group of MLX")
+    options.progress("measuring the network with an MLX group")
     return _together(patients, options, measured(hosts, cluster, options.progress))
 
 

@@ -45,10 +45,10 @@ def _memory_fault(
         )
     if needed and needed * WORKING_SHARE > free:
         message = (
-            f"{size} is {format_bytes(needed)}, but only {format_bytes(free)} of {where} are free"
+            f"{size}, {format_bytes(needed)}, may not fit: {format_bytes(free)} of {where} is free"
         )
     elif facts.memory.total and facts.memory.free < LEAST_FREE_MEMORY:
-        message = f"only {format_bytes(facts.memory.free)} of memory are free"
+        message = f"only {format_bytes(facts.memory.free)} of memory is free"
     else:
         return None
     largest = "ps -Amo rss,pid,comm" if on_mac(host) else "ps -eo rss,pid,comm --sort=-rss"
@@ -216,7 +216,7 @@ def _differences(
     ]
     for (host, tree), own in zip(copies, contents, strict=True):
         if changes := _changes(own, right):
-            message = f"the {role} {tree.path} is not the one of {listed(alike) or 'the others'}: {'; '.join(changes)}"
+            message = f"the {role} {tree.path} differs from that of {listed(alike) or 'the others'}: {'; '.join(changes)}"
             yield host.name, "stop", message, sync + (" --stages" if _is_partial(tree) else "")
 
 
