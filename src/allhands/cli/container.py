@@ -38,15 +38,17 @@ from allhands.cli.container_results import (
     reason_of,
     tell_failure,
 )
-from allhands.cli.notices import say
-from allhands.cli.train import job_of, supervise_training, work
 from allhands.cli.verbs_runs import Container
 from allhands.cluster.environment import has_cuda, recognise
+from allhands.cluster.job import job_of
 from allhands.cluster.node import run_node
+from allhands.cluster.notices import say
 from allhands.cluster.patience import Patience
 from allhands.cluster.place import LaunchPlace, below
 from allhands.cluster.platforms import from_bucket
+from allhands.cluster.rank import work
 from allhands.cluster.ranks import LaunchSpec
+from allhands.cluster.training import supervise_training
 from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import AllhandsError, ConfigError, DistributedError
 from allhands.runtime.blas import allowed_cores

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import typer
 from rich.console import Console
 
-from allhands.cli.launching import require_cores
 from allhands.cli.verbs_cluster import ClusterBench
-from allhands.cluster.candidates import candidates, facts_of
 from allhands.cluster.figures import Failure, Figures, Measurement
-from allhands.cluster.hosts import Host, hosts_named
-from allhands.cluster.netbench import BenchOptions, measure
-from allhands.errors import AllhandsError, ConfigError, DistributedError
+from allhands.cluster.netbench import BenchOptions, measure_each, measured_hosts
+from allhands.errors import DistributedError
 from allhands.io.terminal import console_for, print_json, table_of
 
 _WIDTH = 80
@@ -28,62 +24,17 @@ of the bus: what each link carries; compare it with the speed of the cable
 
 def bench(asked: ClusterBench) -> None:
     """Run the verb."""
-    chosen = chosen_hosts(asked.hostfile, asked.hosts, asked.num_ranks)
-    names = _backends(asked.backend, chosen)
+    hosts = measured_hosts(asked.hostfile, asked.hosts, asked.num_ranks)
     options = BenchOptions(
         timeout_s=asked.timeout_s, links=asked.links, progress=None if asked.as_json else _tell
     )
-    found = [
-        result for name in names if (result := _measure(chosen, name, options, many=len(names) > 1))
-    ]
+    found = measure_each(hosts, asked.backend, options, _tell)
     if asked.as_json:
         print_json([result.as_json() for result in found])
     else:
         show(found)
     if not found or any(result.failures or result.whole is None for result in found):
         raise typer.Exit(DistributedError.exit_code)
-
-
-def chosen_hosts(
-    hostfile: str | None, hosts: str | None, num_ranks: int | None
-) -> tuple[Host, ...]:
-    """Return the computers that the options name; without any, this one with two ranks.
-
-    Raises:
-        ConfigError: options contradict each other, name no computer, or ask for too many processes
-            on this computer.
-    """
-    named = hosts_named(hosts, hostfile)
-    if named and num_ranks:
-        raise ConfigError(
-            "-n is for this computer alone",
-            code="options-conflict",
-            where="-n",
-            hint="write slots: --hosts node1:2,node2:2",
-        )
-    if named:
-        return named
-    require_cores(num_ranks or 2)
-    return (Host("this computer", slots=num_ranks or 2),)
-
-
-def _backends(backend: str, hosts: Sequence[Host]) -> list[str]:
-    """Return the back-ends to measure, in the order of preference."""
-    if backend != "all":
-        return [backend]
-    return [one.backend for one in candidates(facts_of(hosts, ask=True)) if one.possible]
-
-
-def _measure(
-    hosts: Sequence[Host], backend: str, options: Any, *, many: bool
-) -> Measurement | None:
-    try:
-        return measure(hosts, backend, options)
-    except AllhandsError as error:
-        if not many:
-            raise
-        typer.echo(f"allhands: {backend}: {error}", err=True)
-        return None
 
 
 def _tell(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Start of verbs that generate answers on several ranks, each with some of the model's blocks."""
+"""Start of ranks that generate answers together, each with some of the model's blocks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allhands.cli.evaluate import run_on_ranks
 from allhands.cluster.environment import LaunchPlace, recognise_here
+from allhands.cluster.evaluating import run_on_ranks
+from allhands.cluster.guard import exit_code_of
 from allhands.cluster.hosts import hosts_named
 from allhands.cluster.join import surroundings_of
 from allhands.cluster.worker import WorkerContext
@@ -82,20 +83,14 @@ def at_terminal(talk: Callable[[Talks], None]) -> int:
             wire = _accepted(server, ranks)
         except KeyboardInterrupt:
             ranks.send_signal(signal.SIGINT)
-            return _code_of(ranks)
+            return exit_code_of(ranks.wait())
         with suppress(RanksEnded), ExitStack() as stack:
             stack.callback(_end, wire, ranks)
             if wire is not None:
                 conversation = RemoteConversation(wire)
                 with _noticed(ranks, conversation):
                     talk(conversation)
-        return _code_of(ranks)
-
-
-def _code_of(ranks: subprocess.Popen[bytes]) -> int:
-    """Wait for the ranks' supervisor; return its exit code, which is 128 + n after signal n."""
-    code = ranks.wait()
-    return 128 - code if code < 0 else code
+        return exit_code_of(ranks.wait())
 
 
 def _accepted(server: socket.socket, ranks: subprocess.Popen[bytes]) -> Wire | None:
