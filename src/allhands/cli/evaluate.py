@@ -80,7 +80,7 @@ def _run_tasks(asked: Eval, tasks: str) -> None:
             hint="pip install lm_eval",
         )
     preload_blas()
-    from allhands.export.harness import Harness, run_harness
+    from allhands.export.harness import run_harness
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
@@ -91,15 +91,15 @@ def _run_tasks(asked: Eval, tasks: str) -> None:
             hint="give names, as in arc_easy,piqa",
         )
     adapter = flags.get("adapter_path")
-    harness = Harness(
+    results = run_harness(
+        names,
         flags.get("model", "demo"),
         Path(adapter) if adapter else None,
-        flags.get("batch_size", 8),
-        asked.limit,
-        asked.num_shots,
-        flags.get("trust_remote_code", False),
+        batch_size=flags.get("batch_size", 8),
+        limit=asked.limit,
+        num_shots=asked.num_shots,
+        trust_remote_code=flags.get("trust_remote_code", False),
     )
-    results = run_harness(harness, names)
     if asked.as_json:
         print_json(results, default=str, indent=None)
         return

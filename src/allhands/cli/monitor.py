@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from allhands.cli.verbs_runs import Monitor
-from allhands.cluster.hosts import Host, hosts_named
-from allhands.cluster.monitoring import RemoteSamples
+from allhands.cluster.hosts import hosts_named
+from allhands.cluster.monitoring import RunSamples, run_samples
 from allhands.errors import AllhandsError
 from allhands.io.formatting import (
     format_bytes,
@@ -34,20 +35,16 @@ from allhands.io.terminal import (
     is_screen,
     progress_console,
     table_of,
-    tell,
 )
 from allhands.observe.journal import read_events
 from allhands.observe.metrics import RunHistory, read_metrics
-from allhands.observe.monitor import Board, BoardRow, Follower, Sample, encode_sample, gone_here
-from allhands.observe.monitor.samples import in_order, no_samples, require_run
+from allhands.observe.monitor import Board, BoardRow, Sample, encode_sample, gone_here
 
 if TYPE_CHECKING:
     from allhands.report.verdict import Verdict
 
 _NONE = "-"
 _WIDE = 200
-_PATIENCE_S = 20.0  # seconds that computers have to answer
-_LOOK_S = 0.1
 # Columns that a narrow terminal leaves out, in this order.
 _DISPENSABLE = (
     "pid",
@@ -67,80 +64,36 @@ _DISPENSABLE = (
 
 def monitor(options: Monitor) -> None:
     """Run the verb."""
-    with _sources(options) as (new, remote):
-        samples = _first(options, new, remote)
+    hosts = hosts_named(options.hosts, options.hostfile)
+    with run_samples(hosts, options.run, follow=not options.once) as source:
+        samples = source.first()
         board = Board(samples)
-        latest = [sample for sample in samples if sample.run == board.run]
+        rounds = _rounds(options, board, source)
         if options.as_json:
-            _print_json(options, latest, board, new)
-        elif options.once or board.over(time.time(), gone_here(board)):
-            console = _console()
-            console.print(_view_now(options.run, board, console.width))
-        else:
-            _live(options, board, new)
-
-
-Read = Callable[[], list[Sample]]
-
-
-@contextmanager
-def _sources(options: Monitor) -> Generator[tuple[Read, RemoteSamples], None, None]:
-    """Yield the function that returns new samples in order, and the other computers."""
-    follower = Follower(options.run)
-    with RemoteSamples(_hosts(options), options.run, follow=not options.once) as remote:
-        yield lambda: in_order([*follower.samples(), *remote.samples()]), remote
-
-
-def _hosts(options: Monitor) -> Sequence[Host]:
-    return hosts_named(options.hosts, options.hostfile)
-
-
-def _first(options: Monitor, new: Read, remote: RemoteSamples) -> list[Sample]:
-    """Return the first samples, after every computer has answered or the time for it is over.
-
-    Raises:
-        DataError: there are no samples, or there is no run.
-    """
-    if not options.hosts and not options.hostfile:
-        require_run(options.run)
-    samples = new()
-    deadline = time.monotonic() + _PATIENCE_S
-    while remote.pending() and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
-        samples = in_order([*samples, *new()])
-    samples = in_order([*samples, *new()])
-    if not samples:
-        raise no_samples(options.run, "".join(f"; {reason}" for reason in remote.complaints()))
-    for reason in remote.complaints():
-        tell(f"allhands: warning: not asked: {reason}")
-    return samples
-
-
-def _print_json(options: Monitor, samples: Sequence[Sample], board: Board, new: Read) -> None:
-    while True:
-        for sample in samples:
-            print(encode_sample(sample))
-        sys.stdout.flush()
-        if options.once or board.over(time.time(), gone_here(board)):
+            latest = [sample for sample in samples if sample.run == board.run]
+            for some in chain((latest,), rounds):
+                for sample in some:
+                    print(encode_sample(sample))
+                sys.stdout.flush()
             return
+        console = _console()
+        shown = _view_now(options.run, board, console.width)
+        if options.once or board.over(time.time(), gone_here(board)):
+            console.print(shown)
+            return
+        with Live(shown, console=console, auto_refresh=False, transient=False) as live:
+            for _ in rounds:
+                live.update(_view_now(options.run, board, console.width), refresh=True)
+
+
+def _rounds(options: Monitor, board: Board, source: RunSamples) -> Iterator[list[Sample]]:
+    """Yield new samples, with which the board is brought up to date, until the run is over."""
+    while not (options.once or board.over(time.time(), gone_here(board))):
         time.sleep(options.every)
-        samples = new()
+        samples = source.new()
         for sample in samples:
             board.add(sample)
-
-
-def _live(options: Monitor, board: Board, new: Read) -> None:
-    console = _console()
-
-    def show() -> Group:
-        return _view_now(options.run, board, console.width)
-
-    with Live(show(), console=console, auto_refresh=False, transient=False) as live:
-        while not board.over(time.time(), gone_here(board)):
-            time.sleep(options.every)
-            for sample in new():
-                board.add(sample)
-            live.update(show(), refresh=True)
+        yield samples
 
 
 def _console() -> Console:

@@ -12,6 +12,7 @@ from allhands.checkpoints import quick_step, run_name
 from allhands.cluster.addresses import require_distinct
 from allhands.cluster.hosts import Host, hostfile_backend, read_hostfile
 from allhands.cluster.mpi import require_mpi
+from allhands.cluster.ranks import RankSettings
 from allhands.errors import CheckpointError, ConfigError
 from allhands.io.formatting import counted
 from allhands.io.paths import written
@@ -32,7 +33,7 @@ _SHORT_OF_MEMORY = "add --grad-checkpoint or lower --max-seq-length"
 
 
 @dataclass(frozen=True)
-class TrainingJob:
+class TrainingJob(RankSettings):
     """A job that a person wants to start and keep running.
 
     Attributes:
@@ -41,17 +42,12 @@ class TrainingJob:
         num_ranks: number of ranks; ``None``: one. With a hostfile the highest number; ``None``: all
             of its slots.
         min_ranks: least number of ranks with which the job goes on; ``None``: all.
-        start_deadline_s: seconds until every rank must have started.
-        stop_grace_s: seconds that ranks have to save and end after a stop.
-        finish_grace_s: seconds that ranks have to end after the first rank has ended.
-        weights: speeds of the ranks, if they were given.
         checkpoints: run directory with the job's checkpoints, the same on all computers; ``None``:
             the job has none.
         resume: run directory or checkpoint from which the job goes on until it has a checkpoint of
             its own.
         earlier: True if there are traces here of an earlier run in the directory, and this job is
             to go on from it.
-        env: further environment variables of the ranks.
         there: the forms of ``directory`` and ``resume`` for other computers, if they differ.
         new_journal: True if ``events.jsonl`` of an earlier run is set aside; False: it is added to.
         memory_hint: remedy if a rank is killed because memory was short.
@@ -59,7 +55,6 @@ class TrainingJob:
             a stop, as in ``allhands train``. A person's program goes on from what it finds.
         tag_output: True if the output of all ranks is shown, each line with its rank; ``None``: if
             there are several ranks, for a person's program or with a rank on another computer.
-        keep_logs: True if other computers keep ``log_dir`` even if all goes well there.
         sync: command that copies the job's files to a computer without them; ``None``: there is
             none.
         compared: True if the ranks compare what they have loaded before they start; then newcomers
@@ -72,25 +67,17 @@ class TrainingJob:
     log_dir: Path
     num_ranks: int | None = None
     backend: Literal["auto", "ring", "mpi", "nccl", "jaccl"] = "auto"
-    cores_per_rank: int | None = None
     hostfile: str | None = None
     min_ranks: int | None = None
     max_restarts: int = 0
-    hang_timeout_s: float | None = None
-    start_deadline_s: float = 300.0
-    stop_grace_s: float = 60.0
-    finish_grace_s: float = 60.0
-    weights: tuple[float, ...] | None = None
     checkpoints: Path | None = None
     resume: Path | None = None
     earlier: bool = False
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
     there: Mapping[Path, str] = field(default_factory=dict[Path, str])
     new_journal: bool = False
     memory_hint: str = "give each rank less to do at once, or start fewer with -n"
     resumes: bool = True
     tag_output: bool | None = None
-    keep_logs: bool = True
     sync: str | None = None
     compared: bool = False
     verbose: bool = False
@@ -204,7 +191,7 @@ def job_of(config: TrainConfig) -> TrainingJob:
     num_ranks = None if config.hostfile and config.num_ranks == 1 else config.num_ranks
     several = config.num_ranks > 1 or config.hostfile is not None
     # Without checkpoints there is nothing to go on from.
-    restarts = RESTARTS_OF_SEVERAL if several and config.keep_last > 0 else 0
+    restarts = RESTARTS_OF_SEVERAL * (several and config.keep_last > 0)
     resume = None if not config.resume else directory if auto else Path(config.resume)
     same = (
         "backend",

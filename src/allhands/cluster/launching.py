@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -19,7 +19,7 @@ from allhands.cluster.job import TrainingJob, check, step_in, way_on
 from allhands.cluster.membership import HostfileMembers, LocalMembers, Members
 from allhands.cluster.newcomers import Trial
 from allhands.cluster.notices import Notices, say
-from allhands.cluster.ranks import ATTEST_VARIABLE, LaunchSpec, fair_share
+from allhands.cluster.ranks import ATTEST_VARIABLE, LaunchSpec, RankSettings, fair_share
 from allhands.cluster.remote import newest_checkpoint
 from allhands.cluster.supervisor import SuperviseOptions, supervise
 from allhands.distributed.blame import LAUNCHER_VARIABLE, OPTION_VARIABLE
@@ -57,7 +57,7 @@ def run(job: TrainingJob, command: Sequence[str]) -> int:
                 claims.enter_context(claimed(directory))
             marks = " ".join(map(claim_mark, directories))
             return supervise(
-                _spec(replace(job, env={**job.env, CLAIMED: marks}), command),
+                _spec(replace(job, env={**_hosts_told(job), **job.env, CLAIMED: marks}), command),
                 Notices(job, lambda: way_on(job, run_id)).show,
                 options=options,
                 members=_members(job, run_id),
@@ -108,18 +108,11 @@ def _spec(job: TrainingJob, command: Sequence[str]) -> LaunchSpec:
         job.size,
         _choose_backend(job),
         job.log_dir,
-        cores_per_rank=job.cores_per_rank,
-        env={**_hosts_told(job), **job.env},
-        start_deadline_s=job.start_deadline_s,
-        stop_grace_s=job.stop_grace_s,
-        finish_grace_s=job.finish_grace_s,
-        hang_timeout_s=job.hang_timeout_s,
-        weights=job.weights,
         tag_output=job.tagged,
         log_dir_there=None if logs is None else str(Path(job.told(job.directory)) / logs),
-        keep_logs=job.keep_logs,
         examine=job.hostfile
         and shlex.join(["allhands", "cluster", "check", "--hostfile", job.hostfile]),
+        **{each.name: getattr(job, each.name) for each in fields(RankSettings)},
     )
 
 
