@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ _STYLES = {"stop": "bold red", "warn": "yellow", "note": "dim"}
 def cluster_check(asked: ClusterCheck) -> None:
     """Run the verb."""
     computers = chosen_hosts(asked.hosts, asked.hostfile)
-    with _told() as progress:
+    with progress_console().status("") as status:
         options = ClusterCheckOptions(
             option=_option(asked.hostfile, asked.hosts),
             backend=_backend(asked.backend, asked.hostfile),
@@ -42,7 +41,7 @@ def cluster_check(asked: ClusterCheck) -> None:
             hashed=not asked.quick,
             bench=asked.bench,
             timeout_s=asked.timeout_s,
-            progress=progress,
+            progress=status.update,
         )
         cluster, findings = diagnose(computers, options)
     if asked.as_json:
@@ -65,17 +64,6 @@ def _backend(asked: Backend, hostfile: Path | None) -> str:
         own = (hostfile_backend(hostfile) or "auto").partition("-")[0]
         return own if own in {*Backend} else "auto"
     return str(asked)
-
-
-@contextmanager
-def _told() -> Generator[Callable[[str], None]]:
-    """Show a line about the current work at a terminal; yields the function that sets it."""
-    console = progress_console()
-    if not console.is_terminal:
-        yield lambda words: None
-        return
-    with console.status("") as status:
-        yield lambda words: status.update(words)
 
 
 # --- for people -----------------------------------------------------------------------------------

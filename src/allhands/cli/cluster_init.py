@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -21,6 +22,7 @@ from allhands.errors import ConfigError, DistributedError
 from allhands.io.formatting import counted, format_bytes
 
 _END = "END_OF_HOSTFILE"
+_note = partial(typer.echo, err=True)
 
 
 def cluster_init(asked: ClusterInit) -> None:
@@ -137,21 +139,20 @@ def _print_outcomes(report: SetupReport) -> None:
     for outcome in report.outcomes:
         if outcome.trouble is not None:
             if not outcome.pending:
-                typer.echo(f"{outcome.name}: cannot be used: {outcome.trouble}", err=True)
+                _note(f"{outcome.name}: cannot be used: {outcome.trouble}")
                 if outcome.hint:
-                    typer.echo(f"  what to do: {outcome.hint}", err=True)
+                    _note(f"  what to do: {outcome.hint}")
             continue
-        typer.echo(f"{outcome.name}: {_described(outcome)}", err=True)
+        _note(f"{outcome.name}: {_described(outcome)}")
         if unused := " and ".join(outcome.unused):
             verb = "is" if len(outcome.unused) == 1 else "are"
-            typer.echo(
-                f"  kept: {outcome.python} is there and has everything, so {unused} {verb} not used",
-                err=True,
+            _note(
+                f"  kept: {outcome.python} is there and has everything, so {unused} {verb} not used"
             )
     if report.why and len(report.outcomes) > 1:
-        typer.echo(f"network: {report.why}", err=True)
+        _note(f"network: {report.why}")
     if report.warning:
-        typer.echo(f"warning: {report.warning}", err=True)
+        _note(f"warning: {report.warning}")
 
 
 def _described(outcome: SetupOutcome) -> str:
@@ -180,15 +181,10 @@ def _print_end(report: SetupReport, output: Path) -> None:
     name = shlex.quote(name)
     if report.refused:
         names = ", ".join(report.refused)
-        typer.echo(
-            f"{name} is not written, because you did not agree to the changes needed on {names}",
-            err=True,
-        )
-        typer.echo(
-            f"  what to do: run this again and agree, or leave {names} out of --hosts", err=True
-        )
+        _note(f"{name} is not written, because you did not agree to the changes needed on {names}")
+        _note(f"  what to do: run this again and agree, or leave {names} out of --hosts")
     elif not (report.up_to_date or report.written):
-        typer.echo(f"{name} is not written", err=True)
+        _note(f"{name} is not written")
     else:
         _print_hostfile(report, name)
 

@@ -67,8 +67,7 @@ def _tell_found(job: TrainingJob) -> None:
     """Print a note if the default directory has a checkpoint: a program that was finished before
     would go on from it, and seem to do nothing.
     """
-    step = step_in(job.checkpoints) if job.checkpoints else None
-    if step is not None:
+    if (step := step_in(job.checkpoints)) is not None:
         there = f"{job.checkpoints} has a checkpoint of step {step}"
         text = f"{there}, and a program that reads the last checkpoint goes on from it"
         say(f"note: {text}\n  to begin anew: --checkpoints with another directory")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -202,8 +202,16 @@ def _columns(
 ) -> dict[str, list[str]]:
     """Return the cells of each known column, in the order of the table."""
     kind = "/".join(sorted({row.last.pss_kind.upper() for row in rows}))
-    lives = {id(row): row.state(now, gone) == "lives" for row in rows}
-    rates = _rates(rows, lives)
+    living = [row for row in rows if row.state(now, gone) == "lives"]
+    # The traffic of a computer is shown in the row of its first rank, if it has one.
+    shows: dict[str, BoardRow] = {}
+    for row in sorted(living, key=lambda row: row.last.role != "rank"):
+        shows.setdefault(row.last.host, row)
+
+    def rate(row: BoardRow, which: int) -> str:
+        known = row.net_per_s() if shows.get(row.last.host) is row else None
+        return _NONE if known is None else format_size(known[which])
+
     cells: dict[str, Callable[[BoardRow], str | float | None]] = {
         "process": lambda row: row.last.name,
         "host": lambda row: row.last.host,
@@ -220,9 +228,9 @@ def _columns(
         "MLX\nneeds": lambda row: row.last.mlx_estimated_bytes or None,
         "GPU\nmemory": lambda row: row.last.gpu_used_bytes,
         "GPU\nload": lambda row: None if row.last.gpu_load is None else f"{row.last.gpu_load:.0%}",
-        "CPU": lambda row: f"{row.last.cpu_cores:.0%}" if lives[id(row)] else _NONE,
-        "sent\n/s": lambda row: rates.get(id(row), (_NONE, _NONE))[0],
-        "received\n/s": lambda row: rates.get(id(row), (_NONE, _NONE))[1],
+        "CPU": lambda row: f"{row.last.cpu_cores:.0%}" if row in living else _NONE,
+        "sent\n/s": lambda row: rate(row, 0),
+        "received\n/s": lambda row: rate(row, 1),
     }
     if len({row.last.host for row in rows}) == 1:
         del cells["host"]
@@ -234,21 +242,6 @@ def _columns(
 
 def _shown(cell: str | float | None) -> str:
     return _NONE if cell is None else cell if isinstance(cell, str) else format_bytes(cell)
-
-
-def _rates(rows: Sequence[BoardRow], lives: Mapping[int, bool]) -> dict[int, tuple[str, str]]:
-    """Return the traffic of each computer by the row that shows it: the row of a rank, if there is
-    one.
-    """
-    found: dict[str, BoardRow] = {}
-    for row in sorted(rows, key=lambda row: row.last.role != "rank"):
-        if lives[id(row)]:
-            found.setdefault(row.last.host, row)
-    known = {id(row): rates for row in found.values() if (rates := row.net_per_s()) is not None}
-    return {
-        place: (format_size(sent), format_size(received))
-        for place, (sent, received) in known.items()
-    }
 
 
 def _together(board: Board, now: float, gone: Collection[tuple[str, int]]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import typer
 from rich.console import Console
@@ -15,6 +16,7 @@ from allhands.io.terminal import console_for, print_json, table_of
 
 _WIDTH = 80
 _TAIL = 5
+_tell = partial(typer.echo, err=True)
 _LEGEND = """\
 median: of rounds, each as long as on its slowest rank
 middle half: half of the rounds took as long
@@ -35,10 +37,6 @@ def bench(asked: ClusterBench) -> None:
         show(found)
     if not found or any(result.failures or result.whole is None for result in found):
         raise typer.Exit(DistributedError.exit_code)
-
-
-def _tell(text: str) -> None:
-    typer.echo(text, err=True)
 
 
 # --- for people -----------------------------------------------------------------------------------
@@ -130,21 +128,17 @@ def size_text(num_bytes: float) -> str:
 
 def seconds_text(seconds: float) -> str:
     """``13 us``, ``0.51 ms``, ``1.2 s``: with at least two digits."""
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= unit * 0.0995:
-            return f"{_digits(seconds / unit)} {name}"
-    return f"{_digits(seconds * 1e6)} us"
+    return _in_units(seconds, {"s": 1.0, "ms": 1e-3, "us": 1e-6}, 0.0995)
 
 
 def rate_text(bytes_per_s: float) -> str:
     """``5.2 MB/s``, ``1.1 GB/s``, in powers of ten."""
-    for unit, name in ((1e9, "GB/s"), (1e6, "MB/s")):
-        if bytes_per_s >= unit * 0.995:
-            return f"{_digits(bytes_per_s / unit)} {name}"
-    return f"{_digits(bytes_per_s / 1e3)} kB/s"
+    return _in_units(bytes_per_s, {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3}, 0.995)
 
 
-def _digits(number: float) -> str:
-    return (
-        f"{number:.2f}" if number < 9.95 else f"{number:.1f}" if number < 99.5 else f"{number:.0f}"
-    )
+def _in_units(number: float, units: Mapping[str, float], least: float) -> str:
+    """Return the number in the first unit of which there are at least ``least``, or in the last."""
+    name = next((name for name, unit in units.items() if number >= unit * least), [*units][-1])
+    number /= units[name]
+    digits = 2 if number < 9.95 else 1 if number < 99.5 else 0
+    return f"{number:.{digits}f} {name}"

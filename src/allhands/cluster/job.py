@@ -259,12 +259,12 @@ def _has_begun(directory: Path) -> bool:
     )
 
 
-def step_in(place: Path, run_id: str | None = None) -> int | None:
+def step_in(place: Path | None, run_id: str | None = None) -> int | None:
     """Return the newest step in a run directory, or the step of a checkpoint; ``None`` if there is
     none, or if it cannot be read, which the ranks will report.
     """
     try:
-        return quick_step(place, run_id)
+        return None if place is None else quick_step(place, run_id)
     except CheckpointError:
         return None
 
@@ -281,7 +281,7 @@ def way_on(job: TrainingJob, run_id: str | None) -> str | None:
         return None
     # A person's program takes any checkpoint that it finds.
     own = step_in(job.checkpoints, run_id if job.resumes else None)
-    if own is None and job.resume is not None and (earlier := step_in(job.resume)) is not None:
+    if own is None and (earlier := step_in(job.resume)) is not None:
         return f"to go on from step {earlier}: the same command"
     where = "the last checkpoint, if there is one" if own is None else f"step {own}"
     if own is None and job.hostfile is None:

@@ -167,8 +167,8 @@ def _members(job: TrainingJob, run_id: str) -> Members:
     if job.hostfile is None:
 
         def newest_step() -> int | None:
-            own = None if directory is None else step_in(directory, run_id)
-            return step_in(resume) if own is None and resume else own
+            own = step_in(directory, run_id)
+            return step_in(resume) if own is None else own
 
         return LocalMembers(job.size, None if directory is None else newest_step)
     if directory is None:

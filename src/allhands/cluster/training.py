@@ -98,13 +98,10 @@ def check_launch(config: TrainConfig, launch: LaunchPlace) -> None:
     """
     if launch.launcher == "allhands":
         return  # after a fault the job may have fewer ranks than requested
+    alone = launch.launcher == "single"
     if not (config.hostfile or config.hosts):
-        check_weights(
-            config.given_weights, config.num_ranks if launch.launcher == "single" else launch.size
-        )
-    if launch.launcher == "single":
-        return
-    if config.num_ranks not in (1, launch.size):
+        check_weights(config.given_weights, config.num_ranks if alone else launch.size)
+    if not alone and config.num_ranks not in (1, launch.size):
         raise ConfigError(
             f"{config.num_ranks} processes are asked for, but {launch.launcher} has started {launch.size}",
             code="launcher-conflict",
@@ -131,7 +128,7 @@ def _check_rehearsal(config: TrainConfig, launch: LaunchPlace) -> None:
     """
     if not faults.active() or launch.launcher == "allhands":
         return  # the run may have fewer ranks than at the first start
-    num_ranks = launch.size if launch.launcher != "single" else config.num_ranks
+    num_ranks = max(config.num_ranks, launch.size)
     if config.hostfile and config.num_ranks == 1:
         num_ranks = sum(host.slots for host in read_hostfile(config.hostfile))
     steps = None if config.iters is None else -(-config.iters // config.grad_accumulation_steps)
