@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -31,10 +30,14 @@ _STYLES = {"stop": "bold red", "warn": "yellow", "note": "dim"}
 def cluster_check(asked: ClusterCheck) -> None:
     """Run the verb."""
     computers = chosen_hosts(asked.hosts, asked.hostfile)
+    backend = str(asked.backend)
+    if asked.backend is Backend.auto and asked.hostfile is not None:
+        backend = hostfile_backend(asked.hostfile) or backend
+    words = ["--hostfile", str(asked.hostfile)] if asked.hostfile else ["--hosts", str(asked.hosts)]
     with progress_console().status("") as status:
         options = ClusterCheckOptions(
-            option=_option(asked.hostfile, asked.hosts),
-            backend=_backend(asked.backend, asked.hostfile),
+            option=shlex.join(words),
+            backend=backend,
             model=asked.model,
             data=asked.data,
             adapter_path=asked.adapter_path,
@@ -50,20 +53,6 @@ def cluster_check(asked: ClusterCheck) -> None:
         show(console_for(widest=_WIDTH), cluster, findings, well(cluster))
     if any(finding.severity == "stop" for finding in findings):
         raise typer.Exit(DistributedError.exit_code)
-
-
-def _option(hostfile: Path | None, names: str | None) -> str:
-    if hostfile:
-        return f"--hostfile {shlex.quote(str(hostfile))}"
-    return f"--hosts {shlex.quote(names or '')}"
-
-
-def _backend(asked: Backend, hostfile: Path | None) -> str:
-    """Return the requested back-end, or else the hostfile's."""
-    if asked is Backend.auto and hostfile is not None:
-        own = (hostfile_backend(hostfile) or "auto").partition("-")[0]
-        return own if own in {*Backend} else "auto"
-    return str(asked)
 
 
 # --- for people -----------------------------------------------------------------------------------

@@ -46,9 +46,8 @@ from allhands.cluster.notices import say
 from allhands.cluster.patience import Patience
 from allhands.cluster.place import LaunchPlace, below
 from allhands.cluster.platforms import from_bucket
-from allhands.cluster.rank import work
 from allhands.cluster.ranks import LaunchSpec
-from allhands.cluster.training import supervise_training
+from allhands.cluster.training import supervise_training, work
 from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import AllhandsError, ConfigError, DistributedError
 from allhands.runtime.blas import allowed_cores

@@ -15,7 +15,7 @@ import typer
 
 from allhands.cli.parser import refuse_idle
 from allhands.cli.verbs_training import Eval
-from allhands.cluster.evaluating import evaluate_on_ranks
+from allhands.cluster.answering import evaluate_on_ranks
 from allhands.config.eval_schema import EvalConfig
 from allhands.errors import ConfigError
 from allhands.io.formatting import counted

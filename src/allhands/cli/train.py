@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from allhands.cluster.environment import recognise_here
-from allhands.cluster.training import checked, rank_0_speaks_first, start
+from allhands.cluster.training import checked, recognised, start
 from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import ConfigError
 
@@ -21,8 +20,7 @@ def train(flags: dict[str, Any], kind: type[TrainConfig] = TrainConfig) -> int:
     Raises:
         AllhandsError: an option is invalid, or the training failed in this process.
     """
-    launch = recognise_here()
-    with rank_0_speaks_first(launch):
+    with recognised() as launch:
         config = checked(_config_of(flags, kind), launch)
     return start(config, launch)
 

@@ -67,6 +67,7 @@ def choose(
     facts: Facts,
     *,
     training_s: float | None = None,
+    gradient_bytes: int = GRADIENT_BYTES,
     cores_per_rank: int | None = None,
     seams: ChoiceSeams | None = None,
 ) -> Choice:
@@ -78,6 +79,7 @@ def choose(
 
     Args:
         training_s: expected seconds of training; ``None``: not known, so nothing is measured.
+        gradient_bytes: bytes of the gradient that every step exchanges.
     """
     by_table, seams = table_choice(facts), seams or ChoiceSeams()
     if facts.num_ranks < 2:
@@ -95,7 +97,7 @@ def choose(
         found, age_s = _measured_anew(facts.num_ranks, cores_per_rank, seams, path), 0.0
     # The exchanges of a step: the gradient, and a few numbers.
     times = {
-        name: one.seconds(GRADIENT_BYTES) + _SMALL_A_STEP * one.seconds(SMALL_BYTES)
+        name: one.seconds(gradient_bytes) + _SMALL_A_STEP * one.seconds(SMALL_BYTES)
         for name, one in found.items()
     }
     if not times.keys() >= set(_MEASURED):

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, cast
 import psutil
 
 from allhands.errors import ConfigError
-from allhands.io.files import make_directory, storage_error, write_whole
+from allhands.io.files import make_directory, write_whole
 from allhands.io.paths import meant
 
 _MOST_SLOTS = 4096
@@ -92,11 +92,8 @@ def write_hosts(names: str, path: Path) -> Path:
         StorageError: the file cannot be written.
     """
     text = _lines_of(names)
-    try:
-        make_directory(path.parent, private=True)
-        write_whole(path, lambda draft: draft.write_text(text, encoding="utf-8"), private=True)
-    except OSError as error:
-        raise storage_error(path, error) from None
+    make_directory(path.parent, private=True)
+    write_whole(path, lambda draft: draft.write_text(text, encoding="utf-8"), private=True)
     return path
 
 

@@ -82,8 +82,6 @@ class SetUp:
             for outcome in outcomes:
                 outcome.fail(error.message, error.hint or "")
             return False
-        for outcome in outcomes:
-            outcome.done += [step.why for step in steps if step.changes]
         return True
 
     # --- access -----------------------------------------------------------------------------------

@@ -68,7 +68,6 @@ class SetupOutcome:
         python: the interpreter to use there.
         unused: options for a new environment, where a fitting one exists.
         choice: its address.
-        done: the steps that were run.
         trouble: the reason why it cannot be used; ``hint`` is the remedy.
         pending: true if steps that were only shown would remove the trouble.
     """
@@ -79,7 +78,6 @@ class SetupOutcome:
     python: str | None = None
     unused: tuple[str, ...] = ()
     choice: NetworkChoice | None = None
-    done: list[str] = field(default_factory=list[str])
     trouble: str | None = None
     hint: str = ""
     pending: bool = False
