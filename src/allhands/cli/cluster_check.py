@@ -48,9 +48,9 @@ def cluster_check(asked: ClusterCheck) -> None:
         )
         cluster, findings = diagnose(computers, options)
     if asked.as_json:
-        print_json(as_content(cluster, findings, well(cluster)), indent=2)
+        print_json(as_content(cluster, findings), indent=2)
     else:
-        show(console_for(widest=_WIDTH), cluster, findings, well(cluster))
+        show(console_for(widest=_WIDTH), cluster, findings)
     if any(finding.severity == "stop" for finding in findings):
         raise typer.Exit(DistributedError.exit_code)
 
@@ -58,9 +58,7 @@ def cluster_check(asked: ClusterCheck) -> None:
 # --- for people -----------------------------------------------------------------------------------
 
 
-def show(
-    console: Console, cluster: Cluster, findings: Sequence[Finding], well: Sequence[Check]
-) -> None:
+def show(console: Console, cluster: Cluster, findings: Sequence[Finding]) -> None:
     """Print all results: the computers, the faults, the remedies, and the passed checks."""
     for host in cluster.hosts:
         console.print(printable(host_line(host)), soft_wrap=True)
@@ -75,7 +73,7 @@ def show(
     if cluster.network is not None:
         for line in network_lines(cluster.network):
             console.print(printable(line))
-    titles = [_with_detail(check, cluster) for check in well]
+    titles = [_with_detail(check, cluster) for check in well(cluster)]
     if titles:
         console.print(printable(f"well: {', '.join(titles)}"))
     if left := not_asked(cluster):
@@ -200,13 +198,11 @@ def verdict(findings: Sequence[Finding]) -> str:
 # --- for machines ---------------------------------------------------------------------------------
 
 
-def as_content(
-    cluster: Cluster, findings: Sequence[Finding], well: Sequence[Check]
-) -> dict[str, Any]:
+def as_content(cluster: Cluster, findings: Sequence[Finding]) -> dict[str, Any]:
     """Return plain values: findings, names of the checks that found nothing, and all facts."""
     return {
         "stops": any(finding.severity == "stop" for finding in findings),
         "findings": [asdict(finding) for finding in findings],
-        "well": [check.name for check in well],
+        "well": [check.name for check in well(cluster)],
         **cluster.model_dump(mode="json"),
     }

@@ -23,7 +23,7 @@ from allhands.cli.parser import refuse_idle
 from allhands.cli.verbs_cluster import ClusterSync
 from allhands.cluster.hosts import Host, chosen_hosts
 from allhands.cluster.notices import say
-from allhands.cluster.sync.plan import FoundFile, SyncPlan
+from allhands.cluster.sync.plan import SyncPlan
 from allhands.cluster.sync.run import Show, synchronise
 from allhands.cluster.sync.state import HostState, SyncOptions, SyncState
 from allhands.cluster.sync.wanted import plan_of
@@ -85,11 +85,11 @@ def run_sync(wanted: ClusterSync, hosts: Sequence[Host], options: SyncOptions) -
     Raises:
         AllhandsError: no file could be copied to any host.
     """
-    plan, files = _planned(wanted, hosts)
+    plan = _planned(wanted, hosts)
     with _progress(
         shown=sys.stderr.isatty() and not wanted.as_json and not options.dry_run
     ) as show:
-        state = synchronise(plan, hosts, options, show, files)
+        state = synchronise(plan, hosts, options, show)
     if wanted.as_json:
         print_json(as_record(state, options.dry_run))
     else:
@@ -100,9 +100,7 @@ def run_sync(wanted: ClusterSync, hosts: Sequence[Host], options: SyncOptions) -
     return state.exit_code
 
 
-def _planned(
-    wanted: ClusterSync, hosts: Sequence[Host]
-) -> tuple[SyncPlan, dict[str, list[FoundFile]] | None]:
+def _planned(wanted: ClusterSync, hosts: Sequence[Host]) -> SyncPlan:
     """Return the files to copy; flags win over the configuration."""
     content = {} if wanted.config is None else read_yaml(wanted.config)
     model, data = wanted.model or content.get("model"), wanted.data

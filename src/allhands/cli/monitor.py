@@ -18,7 +18,7 @@ from rich.text import Text
 
 from allhands.cli.verbs_runs import Monitor
 from allhands.cluster.hosts import hosts_named
-from allhands.cluster.monitoring import RunSamples, run_samples
+from allhands.cluster.monitoring import NewSamples, run_samples
 from allhands.errors import AllhandsError
 from allhands.io.formatting import (
     format_bytes,
@@ -65,10 +65,9 @@ _DISPENSABLE = (
 def monitor(options: Monitor) -> None:
     """Run the verb."""
     hosts = hosts_named(options.hosts, options.hostfile)
-    with run_samples(hosts, options.run, follow=not options.once) as source:
-        samples = source.first()
+    with run_samples(hosts, options.run, follow=not options.once) as (samples, new):
         board = Board(samples)
-        rounds = _rounds(options, board, source)
+        rounds = _rounds(options, board, new)
         if options.as_json:
             latest = [sample for sample in samples if sample.run == board.run]
             for some in chain((latest,), rounds):
@@ -86,11 +85,11 @@ def monitor(options: Monitor) -> None:
                 live.update(_view_now(options.run, board, console.width), refresh=True)
 
 
-def _rounds(options: Monitor, board: Board, source: RunSamples) -> Iterator[list[Sample]]:
+def _rounds(options: Monitor, board: Board, new: NewSamples) -> Iterator[list[Sample]]:
     """Yield new samples, with which the board is brought up to date, until the run is over."""
     while not (options.once or board.over(time.time(), gone_here(board))):
         time.sleep(options.every)
-        samples = source.new()
+        samples = new()
         for sample in samples:
             board.add(sample)
         yield samples
@@ -104,20 +103,15 @@ def _console() -> Console:
 
 
 def _view_now(run: Path, board: Board, width: int) -> Group:
-    now, history = time.time(), None
-    with suppress(AllhandsError):
-        history = read_metrics(run)
-    return view(board, now, gone_here(board), history, width, _verdict(run, history, board, now))
-
-
-def _verdict(run: Path, history: RunHistory | None, board: Board, now: float) -> Verdict | None:
-    """Return the state of the run as in reports; ``None`` if there are no metrics or events."""
     from allhands.report.verdict import verdict_of
 
-    journal = read_events(run)
-    if history is None and not journal:
-        return None
-    return verdict_of(run, history or RunHistory(run.name), journal, board, now)
+    now, history, verdict, journal = time.time(), None, None, read_events(run)
+    with suppress(AllhandsError):
+        history = read_metrics(run)
+    if history is not None or journal:
+        # The state of the run as in reports.
+        verdict = verdict_of(run, history or RunHistory(run.name), journal, board, now)
+    return view(board, now, gone_here(board), history, width, verdict)
 
 
 # --- the view -------------------------------------------------------------------------------------

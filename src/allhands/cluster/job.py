@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from allhands.checkpoints import quick_step, run_name
 from allhands.cluster.addresses import require_distinct
-from allhands.cluster.hosts import Host, hostfile_backend, read_hostfile
+from allhands.cluster.hosts import Backend, Host, hostfile_backend, read_hostfile
 from allhands.cluster.mpi import require_mpi
 from allhands.cluster.ranks import RankSettings
 from allhands.errors import CheckpointError, ConfigError
@@ -66,7 +66,7 @@ class TrainingJob(RankSettings):
     directory: Path
     log_dir: Path
     num_ranks: int | None = None
-    backend: Literal["auto", "ring", "mpi", "nccl", "jaccl"] = "auto"
+    backend: Backend | Literal["auto"] = "auto"
     hostfile: str | None = None
     min_ranks: int | None = None
     max_restarts: int = 0

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import cast
 
 from allhands.checkpoints import find
-from allhands.cluster.candidates import Backend, facts_here, facts_of
+from allhands.cluster.candidates import facts_here, facts_of
 from allhands.cluster.choose import choose, explain
-from allhands.cluster.hosts import hostfile_backend
+from allhands.cluster.hosts import Backend, hostfile_backend
 from allhands.cluster.job import TrainingJob, check, step_in, way_on
 from allhands.cluster.membership import HostfileMembers, LocalMembers, Members
 from allhands.cluster.newcomers import Trial
@@ -132,7 +132,7 @@ def _choose_backend(job: TrainingJob) -> Backend:
     if job.backend != "auto":
         return job.backend
     if job.hostfile is not None and (asked := hostfile_backend(job.hostfile)):
-        return cast(Backend, asked)
+        return asked
 
     facts = facts_here(job.size)
     if hosts := job.hosts:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -32,76 +32,64 @@ _PATIENCE_S = 20.0  # seconds that computers have to answer
 _WAIT_S = 0.1
 _LOOK_S = 0.5
 _END_S = 2.0
+NewSamples = Callable[[], list[Sample]]
 
 
 @contextmanager
 def run_samples(
     hosts: Sequence[Host], run: Path, *, follow: bool = True
-) -> Generator[RunSamples, None, None]:
-    """Yield the samples of a run, here and on other computers; end the connections afterwards.
+) -> Generator[tuple[list[Sample], NewSamples]]:
+    """Yield the first samples of a run, here and on other computers, and a function that returns
+    new ones in order; end the connections afterwards.
+
+    The first samples are there when every computer has answered, or the time for it is over.
+    Computers that have not answered are told in a warning.
 
     Args:
         hosts: the computers of the run; empty: only this one.
         run: the run's directory, the same on all computers.
         follow: whether to wait for more samples after the present ones.
+
+    Raises:
+        DataError: there are no samples, or there is no run.
     """
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    follower = Follower(run)
     with ExitStack() as stack:
         streams = [
             stack.enter_context(closing(_MonitorStream(host, run, follow, lines)))
             for host in hosts
             if host.ssh is not None
         ]
+
+        def new() -> list[Sample]:
+            found = follower.samples()
+            for stream in () if follow else streams:
+                stream.wait(_PATIENCE_S)
+            with suppress(queue.Empty):
+                while True:
+                    line = lines.get_nowait().decode("utf-8", errors="replace")
+                    found += [sample] if (sample := decode_sample(line)) else []
+            return in_order(found)
+
         if not hosts:
             require_run(run)
-        yield RunSamples(run, streams, lines, follow)
+        yield _first(run, streams, new), new
 
 
-class RunSamples:
-    """The samples of a run; made by :func:`run_samples`."""
-
-    def __init__(
-        self,
-        run: Path,
-        streams: Sequence[_MonitorStream],
-        lines: queue.SimpleQueue[bytes],
-        follow: bool,
-    ) -> None:
-        self._run, self._follower = run, Follower(run)
-        self._streams, self._lines, self._follow = streams, lines, follow
-
-    def new(self) -> list[Sample]:
-        """Return the samples since the last call, in order; without ``follow``, wait for all."""
-        found = self._follower.samples()
-        if not self._follow:
-            for stream in self._streams:
-                stream.wait(_PATIENCE_S)
-        with suppress(queue.Empty):
-            while True:
-                sample = decode_sample(self._lines.get_nowait().decode("utf-8", errors="replace"))
-                found += [sample] if sample else []
-        return in_order(found)
-
-    def first(self) -> list[Sample]:
-        """Return the first samples, after every computer has answered or the time for it is over.
-
-        Computers that have not answered are told in a warning.
-
-        Raises:
-            DataError: there are no samples.
-        """
-        samples = self.new()
-        deadline = time.monotonic() + _PATIENCE_S
-        while any(one.pending() for one in self._streams) and time.monotonic() < deadline:
-            time.sleep(_WAIT_S)
-            samples += self.new()
-        samples = in_order([*samples, *self.new()])
-        reasons = [reason for stream in self._streams if (reason := stream.complaint())]
-        if not samples:
-            raise no_samples(self._run, "".join(f"; {reason}" for reason in reasons))
-        for reason in reasons:
-            say(f"warning: not asked: {reason}")
-        return samples
+def _first(run: Path, streams: Sequence[_MonitorStream], new: NewSamples) -> list[Sample]:
+    samples = new()
+    deadline = time.monotonic() + _PATIENCE_S
+    while any(stream.pending() for stream in streams) and time.monotonic() < deadline:
+        time.sleep(_WAIT_S)
+        samples += new()
+    samples = in_order([*samples, *new()])
+    reasons = [reason for stream in streams if (reason := stream.complaint())]
+    if not samples:
+        raise no_samples(run, "".join(f"; {reason}" for reason in reasons))
+    for reason in reasons:
+        say(f"warning: not asked: {reason}")
+    return samples
 
 
 class _MonitorStream:

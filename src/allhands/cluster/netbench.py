@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import cast
 
 from allhands.cluster.attempt import Attempt
-from allhands.cluster.candidates import Backend, candidates, facts_of, table_choice
+from allhands.cluster.candidates import candidates, facts_of, table_choice
 from allhands.cluster.connection import HostError
 from allhands.cluster.figures import SIZES, Failure, Figures, Measurement
-from allhands.cluster.hosts import Host, hosts_named
+from allhands.cluster.hosts import Backend, Host, hosts_named
 from allhands.cluster.job import require_cores
 from allhands.cluster.mpi import require_mpi
 from allhands.cluster.outcome import Fault

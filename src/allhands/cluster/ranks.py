@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from allhands.cluster.hosts import HERE, Host
+from allhands.cluster.hosts import HERE, Backend, Host
 from allhands.runtime.blas import allowed_cores
 
 # What a rank is doing. A rank in "reduce" waits for others, so it is not the cause of a hang.
@@ -82,7 +82,7 @@ class LaunchSpec(RankSettings):
 
     command: Sequence[str]
     num_processes: int
-    backend: Literal["ring", "mpi", "nccl", "jaccl"]
+    backend: Backend
     log_dir: Path
     places: tuple[Place, ...] = ()
     tag_output: bool = False

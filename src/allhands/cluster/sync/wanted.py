@@ -5,6 +5,7 @@ of each computer's stages.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -31,16 +32,13 @@ def plan_of(
     data: str | None,
     pipeline: Mapping[str, Any] | None,
     hosts: Sequence[Host],
-) -> tuple[SyncPlan, dict[str, list[FoundFile]] | None]:
+) -> SyncPlan:
     """List the files to copy; a model that is not a directory is fetched to the cache first.
 
     Args:
         paths: further files and directories.
         pipeline: options of a training that divide the model's blocks; ``None``: every host gets
             all files.
-
-    Returns:
-        The plan, and the files for each host by its name; ``None``: all hosts get all files.
 
     Raises:
         AllhandsError: a file does not exist, or the model cannot be divided in this way.
@@ -60,17 +58,14 @@ def plan_of(
         words.append(data)
     plan = make_plan(words)
     if pipeline is None or model is None:
-        return plan, None
+        return plan
     return _plan_stages(plan, Path(model), pipeline, hosts)
 
 
 def _plan_stages(
     plan: SyncPlan, model: Path, options: Mapping[str, Any], hosts: Sequence[Host]
-) -> tuple[SyncPlan, dict[str, list[FoundFile]]]:
+) -> SyncPlan:
     """Divide the weight files of ``model`` among the hosts; each gets only the files of its stages.
-
-    Returns:
-        The plan with notes on this, and the files for each host by its name.
 
     Raises:
         AllhandsError: the model cannot be divided in this way.
@@ -86,11 +81,11 @@ def _plan_stages(
     for host, own in needs.items():
         parts = "; ".join(dict.fromkeys(map(", ".join, own.values())))
         notes.append(f"{host}: {len(own)} of {counted(len(names), 'file')} of weights, for {parts}")
-    files = {
+    by_host = {
         host: [*others, *(file for file in weights if file.path.name in own)]
         for host, own in needs.items()
     }
-    return replace(plan, files=(*others, *weights), notes=(*plan.notes, *notes)), files
+    return SyncPlan((*others, *weights), (*plan.notes, *notes), by_host)
 
 
 def _needs(
@@ -120,14 +115,11 @@ def _needs(
         )
     stages = blocks_of_stages(split)
     found: dict[str, dict[str, list[str]]] = {}
-    rank = 0
+    ranks = itertools.count()
     for host in hosts:
-        ranks = range(rank, rank + host.slots)
-        parts = [
-            part for each in ranks for part in stages[mesh.coordinates(each).pipe :: mesh.pipe]
-        ]
+        places = [mesh.coordinates(rank).pipe for rank in itertools.islice(ranks, host.slots)]
+        parts = [part for place in places for part in stages[place :: mesh.pipe]]
         found[host.name] = needed(names, parts)
-        rank += host.slots
     return found
 
 
