@@ -15,7 +15,7 @@ import pytest
 from tiny import run_allhands
 
 from allhands.checkpoints import checkpoint_path, write_checkpoint
-from allhands.cluster import addresses, job, launching, notices
+from allhands.cluster import addresses, launching, notices, ranks
 from allhands.cluster.agent import enter_directory
 from allhands.cluster.job import TrainingJob, check, job_of, step_in, way_on
 from allhands.cluster.notices import Notices, telling
@@ -504,7 +504,7 @@ def test_more_processes_than_cores_can_carry_are_refused_at_once(
 ) -> None:
     from allhands.cluster.netbench import measured_hosts
 
-    monkeypatch.setattr(job, "allowed_cores", lambda: 2)
+    monkeypatch.setattr(ranks, "allowed_cores", lambda: 2)
     check(TrainingJob(Path(), Path(), num_ranks=16, backend="ring"))
     for ask in (
         lambda: check(TrainingJob(Path(), Path(), num_ranks=17, backend="ring")),

@@ -11,7 +11,6 @@ from pathlib import Path
 import typer
 
 from allhands.cli.verbs_cluster import PLACE, ClusterInit
-from allhands.cluster.notices import say
 from allhands.cluster.setup import hostfile
 from allhands.cluster.setup.flow import SetUp
 from allhands.cluster.setup.outcome import Mode, SetupOutcome, SetupReport, Wishes, names_of
@@ -20,6 +19,7 @@ from allhands.cluster.setup.source import find_source, wheel_store
 from allhands.cluster.setup.survey import Surveyor, wanted_from
 from allhands.errors import ConfigError, DistributedError
 from allhands.io.formatting import counted, format_bytes
+from allhands.io.terminal import say
 
 _END = "END_OF_HOSTFILE"
 _note = partial(typer.echo, err=True)

@@ -22,7 +22,6 @@ from rich.progress import (
 from allhands.cli.parser import refuse_idle
 from allhands.cli.verbs_cluster import ClusterSync
 from allhands.cluster.hosts import Host, chosen_hosts
-from allhands.cluster.notices import say
 from allhands.cluster.sync.plan import SyncPlan
 from allhands.cluster.sync.run import Show, synchronise
 from allhands.cluster.sync.state import HostState, SyncOptions, SyncState
@@ -30,7 +29,7 @@ from allhands.cluster.sync.wanted import plan_of
 from allhands.config.yaml_files import read_yaml
 from allhands.errors import ConfigError
 from allhands.io.formatting import counted, format_duration, format_size
-from allhands.io.terminal import print_json, progress_console
+from allhands.io.terminal import print_json, progress_console, say
 from allhands.runtime.blas import cache_dir
 
 _SHOWN_FILES = 8

@@ -42,7 +42,6 @@ from allhands.cli.verbs_runs import Container
 from allhands.cluster.environment import has_cuda, recognise
 from allhands.cluster.job import job_of
 from allhands.cluster.node import run_node
-from allhands.cluster.notices import say
 from allhands.cluster.patience import Patience
 from allhands.cluster.place import LaunchPlace, below
 from allhands.cluster.platforms import from_bucket
@@ -50,6 +49,7 @@ from allhands.cluster.ranks import LaunchSpec
 from allhands.cluster.training import supervise_training, work
 from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import AllhandsError, ConfigError, DistributedError
+from allhands.io.terminal import say
 from allhands.runtime.blas import allowed_cores
 from allhands.runtime.gpus import nvidia_gpus
 

@@ -14,10 +14,10 @@ from allhands.cluster.environment import recognise_here
 from allhands.cluster.hosts import write_hosts
 from allhands.cluster.job import TrainingJob, step_in
 from allhands.cluster.launching import run
-from allhands.cluster.notices import say
 from allhands.cluster.programs import resolved, tell_python
 from allhands.errors import ConfigError
 from allhands.io.formatting import counted
+from allhands.io.terminal import say
 from allhands.loops.supervised import DIRECTORY_VARIABLE
 
 

@@ -12,7 +12,7 @@ from allhands.checkpoints import quick_step, run_name
 from allhands.cluster.addresses import require_distinct
 from allhands.cluster.hosts import Backend, Host, hostfile_backend, read_hostfile
 from allhands.cluster.mpi import require_mpi
-from allhands.cluster.ranks import RankSettings
+from allhands.cluster.ranks import RankSettings, require_cores
 from allhands.errors import CheckpointError, ConfigError
 from allhands.io.formatting import counted
 from allhands.io.paths import written
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from allhands.config.schema import TrainConfig
 
 LOG_DIRECTORY = "logs"
-RANKS_A_CORE = 8  # most ranks for each core, for trying many ranks on a small computer
 # Enough restarts for a run to go on without its user, and few enough to show an error soon.
 RESTARTS_OF_SEVERAL = 3
 # Seconds for a rank that still closes trackers and draws curves after the others have ended.
@@ -137,22 +136,6 @@ def check(job: TrainingJob) -> None:
             )
     if size > 1:
         _check_backend(job, size)
-
-
-def require_cores(num_ranks: int) -> None:
-    """Refuse more processes than this computer can run in reasonable time.
-
-    Raises:
-        ConfigError: there are more than :data:`RANKS_A_CORE` processes for each core.
-    """
-    cores = allowed_cores()
-    if num_ranks > RANKS_A_CORE * cores:
-        raise ConfigError(
-            f"{num_ranks} processes on {cores} core{'s' * (cores > 1)}: they would only wait for each other",
-            code="cores-too-few",
-            where="-n",
-            hint=f"-n {cores} gives each a core of its own; {RANKS_A_CORE * cores} at most are started here",
-        )
 
 
 def _check_backend(job: TrainingJob, size: int) -> None:

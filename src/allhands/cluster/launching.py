@@ -18,14 +18,14 @@ from allhands.cluster.hosts import Backend, hostfile_backend
 from allhands.cluster.job import TrainingJob, check, step_in, way_on
 from allhands.cluster.membership import HostfileMembers, LocalMembers, Members
 from allhands.cluster.newcomers import Trial
-from allhands.cluster.notices import Notices, say
+from allhands.cluster.notices import Notices
 from allhands.cluster.ranks import ATTEST_VARIABLE, LaunchSpec, RankSettings, fair_share
 from allhands.cluster.remote import newest_checkpoint
 from allhands.cluster.supervisor import SuperviseOptions, supervise
 from allhands.distributed.blame import LAUNCHER_VARIABLE, OPTION_VARIABLE
 from allhands.errors import CheckpointError
 from allhands.io.files import CLAIMED, claim_mark, claimed, set_aside, storage_error
-from allhands.io.terminal import is_screen
+from allhands.io.terminal import is_screen, say
 from allhands.observe.journal import EVENTS_FILE, Journal
 from allhands.runtime.blas import allowed_cores
 from allhands.runtime.gpus import nvidia_gpus

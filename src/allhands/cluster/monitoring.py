@@ -23,8 +23,8 @@ from typing import IO
 from allhands.cluster import ssh
 from allhands.cluster.agent import enter_directory
 from allhands.cluster.hosts import Host, below_home
-from allhands.cluster.notices import say
 from allhands.errors import AllhandsError, DataError
+from allhands.io.terminal import say
 from allhands.observe.monitor import Follower, Sample, decode_sample
 from allhands.observe.monitor.samples import in_order, no_samples, require_run
 

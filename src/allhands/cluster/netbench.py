@@ -19,10 +19,9 @@ from allhands.cluster.candidates import candidates, facts_of, table_choice
 from allhands.cluster.connection import HostError
 from allhands.cluster.figures import SIZES, Failure, Figures, Measurement
 from allhands.cluster.hosts import Backend, Host, hosts_named
-from allhands.cluster.job import require_cores
 from allhands.cluster.mpi import require_mpi
 from allhands.cluster.outcome import Fault
-from allhands.cluster.ranks import LaunchSpec, Place, fair_share
+from allhands.cluster.ranks import LaunchSpec, Place, fair_share, require_cores
 from allhands.cluster.supervisor import Workroom, workroom
 from allhands.errors import AllhandsError, ConfigError, DistributedError
 from allhands.io.files import make_directory

@@ -12,7 +12,7 @@ from itertools import dropwhile
 from allhands.cluster.hosts import is_here
 from allhands.cluster.job import TrainingJob
 from allhands.errors import ConfigError, DataError, ModelError
-from allhands.io.terminal import is_screen, tell
+from allhands.io.terminal import is_screen, say, tell
 from allhands.observe.journal import SupervisorEvent
 
 _PLAIN = ("retrying", "cancelling", "waiting", "restarting", "left out", "regrouping", "given up")
@@ -26,11 +26,6 @@ _OWN_LINES = re.compile(
     r"|attempt \d+: .*|note: .*|\s*"
     r"|(run|model|method|parameters|ranks|batch size|steps|resumed) {2,}\S.*"
 )
-
-
-def say(text: str) -> None:
-    """Print ``text``, a message of allhands itself."""
-    tell(f"allhands: {text}")
 
 
 class Notices:

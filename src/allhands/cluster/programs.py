@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from allhands.cluster.notices import say
 from allhands.errors import ConfigError
+from allhands.io.terminal import say
 
 _PYTHONS = ("python", "python3")
 _LOOK_S = 10.0

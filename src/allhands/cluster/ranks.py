@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from allhands.cluster.hosts import HERE, Backend, Host
+from allhands.errors import ConfigError
 from allhands.runtime.blas import allowed_cores
 
 # What a rank is doing. A rank in "reduce" waits for others, so it is not the cause of a hang.
@@ -24,6 +25,7 @@ Phase = Literal["start", "first", "load", "compute", "reduce", "update", "valida
 # used in the data, or 1.
 ATTEST_VARIABLE = "ALLHANDS_ATTEST"
 TRIAL_VARIABLE = "ALLHANDS_TRIAL"
+RANKS_A_CORE = 8  # most ranks for each core, for trying many ranks on a small computer
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,22 @@ class LaunchSpec(RankSettings):
     log_dir_there: str | None = None
     rdma: Sequence[Sequence[Any]] | None = None
     examine: str | None = None
+
+
+def require_cores(num_ranks: int) -> None:
+    """Refuse more processes than this computer can run in reasonable time.
+
+    Raises:
+        ConfigError: there are more than :data:`RANKS_A_CORE` processes for each core.
+    """
+    cores = allowed_cores()
+    if num_ranks > RANKS_A_CORE * cores:
+        raise ConfigError(
+            f"{num_ranks} processes on {cores} core{'s' * (cores > 1)}: they would only wait for each other",
+            code="cores-too-few",
+            where="-n",
+            hint=f"-n {cores} gives each a core of its own; {RANKS_A_CORE * cores} at most are started here",
+        )
 
 
 def fair_share(num_ranks: int) -> int | None:

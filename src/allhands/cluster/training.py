@@ -25,12 +25,11 @@ from allhands.cluster.hosts import read_hostfile, write_hosts
 from allhands.cluster.job import LOG_DIRECTORY, TrainingJob, check, job_of, way_on
 from allhands.cluster.join import surroundings_of
 from allhands.cluster.launching import run
-from allhands.cluster.notices import say
 from allhands.cluster.worker import SPEAK_AFTER_S, WorkerContext, install
 from allhands.config.combinations import require_stages
 from allhands.distributed.mesh import check_weights
 from allhands.errors import AllhandsError, ConfigError, Regroup
-from allhands.io.terminal import print_line, progress_console, tell, tell_lost_words
+from allhands.io.terminal import print_line, progress_console, say, tell, tell_lost_words
 from allhands.model.divisible import require_divisible
 from allhands.observe.journal import EVENTS_FILE, Journal, SupervisorEvent
 from allhands.runtime import faults

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from allhands.cluster.hosts import Host
-from allhands.cluster.notices import say
 from allhands.cluster.sync.plan import FoundFile, SyncPlan, make_plan
 from allhands.config.schema import build_config
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, DataError
 from allhands.io.files import write_whole
 from allhands.io.formatting import counted
+from allhands.io.terminal import say
 from allhands.model.weight_files import LIST_FILE, names_by_file, needed, present
 from allhands.runtime.blas import cache_dir
 from allhands.runtime.without_torch import leave_torch_out
