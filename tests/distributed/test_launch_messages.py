@@ -18,8 +18,9 @@ import pytest
 from tiny import run_allhands
 
 from allhands.checkpoints import checkpoints_in
-from allhands.cli.launch import _job, _tell_python
+from allhands.cli.launch import _job
 from allhands.cli.verbs_training import Launch
+from allhands.cluster.programs import tell_python
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "supervised_training.py"
 Err = Callable[[], str]
@@ -208,12 +209,12 @@ def test_another_python_without_allhands_is_told(
     other.write_text(f"#!/bin/sh\n{script}\n")
     other.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    _tell_python(["python", "x.py"])
+    tell_python(["python", "x.py"])
     remedy = f"  what to do: if the program needs them, write {sys.executable} in place of python\n"
     note = f"allhands: note: python is {other}, which comes first on PATH and {words}"
     assert err() == (note + remedy if words else "")
     for command in ([str(other), "x.py"], ["sh", "x"], [sys.executable, "x.py"]):
-        _tell_python(command)
+        tell_python(command)
     assert err() == ""
 
 

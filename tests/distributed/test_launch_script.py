@@ -24,9 +24,10 @@ from tiny import run_allhands
 
 from allhands.checkpoints import Checkpoint, checkpoints_in, open_checkpoint
 from allhands.checkpoints.settings import FIXED, TOLD
-from allhands.cli.launch import _job, resolved
+from allhands.cli.launch import _job
 from allhands.cli.main import main
 from allhands.cli.verbs_training import Launch
+from allhands.cluster.programs import resolved
 from allhands.errors import ConfigError
 from allhands.observe.journal import read_events
 

@@ -287,10 +287,13 @@ def test_benchmarks_score_the_model_with_its_adapter(
     module("lm_eval.api.registry", register_model=lambda name: lambda kind: kind)
     monkeypatch.delitem(sys.modules, "mlx_lm.evaluate", raising=False)
     from allhands.errors import ConfigError, DataError
-    from allhands.export.harness import Harness, run_harness
+    from allhands.export.harness import run_harness
 
-    harness = Harness(str(tiny_model), adapter, 4, 7, None, False)
-    found = run_harness(harness, ["made-up"])["made-up"]["score"]
+    def run(task: str) -> dict[str, dict[str, Any]]:
+        how: dict[str, Any] = {"batch_size": 4, "limit": 7, "num_shots": None}
+        return run_harness([task], str(tiny_model), adapter, trust_remote_code=False, **how)
+
+    found = run("made-up")["made-up"]["score"]
     assert asked["limit"] == 7
     assert asked["apply_chat_template"] is True
     model: Any
@@ -304,16 +307,16 @@ def test_benchmarks_score_the_model_with_its_adapter(
     wanted = sum(float(logs[i - 1, after[i]].item()) for i in range(len(before), len(after)))
     assert found == pytest.approx(wanted, rel=1e-4)
     with pytest.raises(ConfigError, match="no task 'other'"):
-        run_harness(harness, ["other"])
+        run("other")
 
     def offline(**options: Any) -> Any:
         raise ConnectionError("Couldn't reach the Hub")
 
     module("lm_eval", simple_evaluate=offline)
     with pytest.raises(DataError, match="cannot be fetched: Couldn't reach"):
-        run_harness(harness, ["made-up"])
+        run("made-up")
     monkeypatch.delitem(sys.modules, "mlx_lm.evaluate", raising=False)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ConfigError, match="cannot be imported"):
-        run_harness(harness, ["made-up"])
+        run("made-up")
     monkeypatch.delitem(sys.modules, "mlx_lm.evaluate", raising=False)

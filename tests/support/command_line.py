@@ -34,8 +34,7 @@ def call_allhands(
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for name, value in (env or {}).items():
             patch.setenv(name, value)
-        for verb in ("train", "evaluate"):
-            patch.setattr(f"allhands.cli.{verb}.install", _needs_a_process)
+        patch.setattr("allhands.cluster.training.install", _needs_a_process)
         out = stack.enter_context(redirect_stdout(io.StringIO()))
         err = stack.enter_context(redirect_stderr(io.StringIO()))
         with pytest.raises(SystemExit) as ended:

@@ -15,12 +15,10 @@ import pytest
 from tiny import run_allhands
 
 from allhands.checkpoints import checkpoint_path, write_checkpoint
-from allhands.cli import launching, notices
-from allhands.cli.launching import TrainingJob, step_in, way_on
-from allhands.cli.notices import Notices, telling
-from allhands.cli.train import job_of
-from allhands.cluster import addresses
+from allhands.cluster import addresses, launching, notices, ranks
 from allhands.cluster.agent import enter_directory
+from allhands.cluster.job import TrainingJob, check, job_of, step_in, way_on
+from allhands.cluster.notices import Notices, telling
 from allhands.cluster.supervisor import SupervisorEvent
 from allhands.config.schema import build_config
 from allhands.errors import ConfigError
@@ -40,6 +38,8 @@ from allhands.observe.metrics.events import (
 )
 
 _RESUME = "to go on from step 20: the same command with --resume"
+_TRAINING = TrainingJob(Path(), Path(), memory_hint="lower --max-seq-length")
+_PROGRAM = TrainingJob(Path(), Path(), resumes=False)
 Err = Callable[[], str]
 
 
@@ -49,11 +49,11 @@ def err(capsys: pytest.CaptureFixture[str]) -> Err:
 
 
 def of_training(way: str | None = _RESUME) -> Notices:
-    return Notices("lower --max-seq-length", lambda: way, 60.0, ranks_tell=True)
+    return Notices(_TRAINING, lambda: way)
 
 
 def of_a_program(way: str | None = None) -> Notices:
-    return Notices(TrainingJob(Path(), Path()).memory_hint, lambda: way, 60.0, ranks_tell=False)
+    return Notices(_PROGRAM, lambda: way)
 
 
 def show(told: Notices, *events: SupervisorEvent) -> None:
@@ -82,7 +82,7 @@ def test_other_computers_are_told_of_the_home_directory_as_it_was_written(
     hostfile.write_text("node1 slots=1\nnode2 slots=1\n")
     asked: list[tuple[str | Path, str | Path | None]] = []
     monkeypatch.setattr(
-        "allhands.cli.launching.newest_checkpoint",
+        "allhands.cluster.launching.newest_checkpoint",
         lambda _, path, __, resume: asked.append((path, resume)) or {},
     )
     told: list[str | None] = []
@@ -271,9 +271,9 @@ def test_an_explained_error_needs_no_way_on(err: Err) -> None:
 
 
 def test_an_error_of_another_computer_is_told_with_its_name(err: Err) -> None:
-    told = replace(
-        of_training(None), places=True, sync="allhands cluster sync --hostfile h --data d"
-    )
+    sync = "allhands cluster sync --hostfile h --data d"
+    elsewhere = replace(_TRAINING, hostfile="h", sync=sync, tag_output=False)
+    told = Notices(elsewhere, lambda: None)
     data = replace(
         failed(3), explanation="data: there is none", error="DataError: there is none", host="node7"
     )
@@ -296,7 +296,7 @@ def test_an_error_of_another_computer_is_told_with_its_name(err: Err) -> None:
 
 def test_what_is_on_the_screen_is_not_shown_again(err: Err) -> None:
     show(
-        replace(of_a_program(), tagged=True),
+        Notices(replace(_PROGRAM, tag_output=True), lambda: None),
         failed(1, "rank 1 exited with code 1", "ValueError: x"),
     )
     assert err() == "allhands: error: rank 1 exited with code 1\n  log of rank 1: logs/rank-1.log\n"
@@ -320,9 +320,9 @@ def test_whose_lines_are_shown(
 ) -> None:
     (tmp_path / "hosts").write_text(lines)
     job = TrainingJob(tmp_path, tmp_path, hostfile=str(tmp_path / "hosts"), tag_output=asked)
-    assert (replace(job, tag_here=False).tagged, job.tagged) == (train, launch)
+    assert (job.tagged, replace(job, resumes=False).tagged) == (train, launch)
     alone = TrainingJob(tmp_path, tmp_path, num_ranks=2)
-    assert (replace(alone, tag_here=False).tagged, alone.tagged) == (False, True)
+    assert (alone.tagged, replace(alone, resumes=False).tagged) == (False, True)
 
 
 def test_what_could_not_even_begin_is_an_error(err: Err) -> None:
@@ -434,11 +434,11 @@ def test_one_computer_by_two_names_is_refused(
     job = TrainingJob(tmp_path, tmp_path, hostfile=str(hosts), backend="ring")
     hosts.write_text("a\n192.0.2.7\n")
     with pytest.raises(ConfigError, match=r"a and 192\.0\.2\.7 are one computer") as refused:
-        launching.check(job)
+        check(job)
     assert "a:2" in (refused.value.hint or "")
     for lines in ("a\nb\n", "a slots=2\n", "localhost\n192.0.2.7\n"):
         hosts.write_text(lines)
-        launching.check(job)
+        check(job)
 
 
 # --- more ranks than slots ------------------------------------------------------------------------
@@ -488,8 +488,8 @@ def test_ranks_of_this_computer_are_as_many_as_asked_for(
 
 def test_the_ranks_of_hosts_are_not_those_of_n() -> None:
     """``--hosts a,b`` is two ranks, so two weights fit: who counts ``-n`` would want one."""
-    from allhands.cli.train import check_launch
     from allhands.cluster.environment import recognise
+    from allhands.cluster.training import check_launch
     from allhands.config.schema import build_config
 
     config = build_config({"hosts": "a,b", "rank_weights": [2, 1]}, None)
@@ -502,13 +502,13 @@ def test_the_ranks_of_hosts_are_not_those_of_n() -> None:
 def test_more_processes_than_cores_can_carry_are_refused_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from allhands.cli.netbench import chosen_hosts
+    from allhands.cluster.netbench import measured_hosts
 
-    monkeypatch.setattr(launching, "allowed_cores", lambda: 2)
-    launching.check(TrainingJob(Path(), Path(), num_ranks=16, backend="ring"))
+    monkeypatch.setattr(ranks, "allowed_cores", lambda: 2)
+    check(TrainingJob(Path(), Path(), num_ranks=16, backend="ring"))
     for ask in (
-        lambda: launching.check(TrainingJob(Path(), Path(), num_ranks=17, backend="ring")),
-        lambda: chosen_hosts(None, None, 17),
+        lambda: check(TrainingJob(Path(), Path(), num_ranks=17, backend="ring")),
+        lambda: measured_hosts(None, None, 17),
     ):
         with pytest.raises(ConfigError, match="17 processes on 2 cores") as told:
             ask()
@@ -536,7 +536,7 @@ def test_processes_that_take_turns_are_told_of(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(launching, "allowed_cores", lambda: 2)
-    monkeypatch.setattr("allhands.cli.launching.nvidia_gpus", lambda: gpus)
+    monkeypatch.setattr("allhands.cluster.launching.nvidia_gpus", lambda: gpus)
     launching._tell_cores(TrainingJob(Path(), Path(), num_ranks=ranks, backend="ring"))
     assert capsys.readouterr().err == told
 

@@ -18,12 +18,12 @@ import pytest
 from rich.console import Console
 
 from allhands.cli.main import main
-from allhands.cli.netbench import chosen_hosts, rate_text, seconds_text, show, size_text
+from allhands.cli.netbench import rate_text, seconds_text, show, size_text
 from allhands.cluster import netbench
 from allhands.cluster.connection import HostError
 from allhands.cluster.figures import SIZES, Failure, Figures, Measurement, Timing
 from allhands.cluster.hosts import Host
-from allhands.cluster.netbench import BenchOptions, measure
+from allhands.cluster.netbench import BenchOptions, measure, measured_hosts
 from allhands.cluster.outcome import Fault, Outcome
 from allhands.cluster.ranks import LaunchSpec
 from allhands.distributed.bench import BenchPlan, time_all_sum
@@ -429,13 +429,13 @@ def test_the_tables_fit_and_name_what_matters() -> None:
 
 
 def test_which_computers(tmp_path: Path) -> None:
-    assert [(host.ssh, host.slots) for host in chosen_hosts(None, None, 3)] == [(None, 3)]
-    assert [host.ssh for host in chosen_hosts(None, "far-1, me@far-2", None)] == [
+    assert [(host.ssh, host.slots) for host in measured_hosts(None, None, 3)] == [(None, 3)]
+    assert [host.ssh for host in measured_hosts(None, "far-1, me@far-2", None)] == [
         "far-1",
         "me@far-2",
     ]
     (tmp_path / "hosts").write_text("far-1 slots=2\n")
-    assert [host.slots for host in chosen_hosts(str(tmp_path / "hosts"), None, None)] == [2]
+    assert [host.slots for host in measured_hosts(str(tmp_path / "hosts"), None, None)] == [2]
     for wrong in (
         ("x", "a", None),
         (None, "a", 2),
@@ -443,7 +443,7 @@ def test_which_computers(tmp_path: Path) -> None:
         (None, "a,-oProxyCommand=x", None),
     ):
         with pytest.raises(ConfigError):
-            chosen_hosts(*wrong)
+            measured_hosts(*wrong)
 
 
 def test_ctrl_c_tells_what_is_left(
@@ -452,7 +452,7 @@ def test_ctrl_c_tells_what_is_left(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("allhands.cli.netbench.measure", interrupted)
+    monkeypatch.setattr("allhands.cluster.netbench.measure", interrupted)
     with pytest.raises(SystemExit) as ended:
         main(["cluster", "bench", "--backend", "ring"])
     assert ended.value.code == 130

@@ -25,8 +25,8 @@ from twins import ThreadCommunicator, run_ranks
 
 from allhands.checkpoints import checkpoints_in, open_checkpoint
 from allhands.checkpoints.writing import drafting
-from allhands.cli import launching
-from allhands.cli.train import RESTARTS_OF_SEVERAL, job_of
+from allhands.cluster import launching
+from allhands.cluster.job import RESTARTS_OF_SEVERAL, TrainingJob, job_of
 from allhands.cluster.supervisor import LaunchSpec
 from allhands.config.schema import build_config
 from allhands.distributed.mesh import Mesh
@@ -162,9 +162,7 @@ def test_the_launcher_holds_directories_for_its_ranks(
         return 0
 
     monkeypatch.setattr(launching, "supervise", supervise)
-    job = launching.TrainingJob(
-        directories[0], directories[0], checkpoints=directories[1], env={"MINE": "1"}
-    )
+    job = TrainingJob(directories[0], directories[0], checkpoints=directories[1], env={"MINE": "1"})
     assert launching.run(job, ["true"]) == 0
     assert seen == [claim_mark(directory) for directory in directories]
     for directory in directories:

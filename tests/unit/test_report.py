@@ -16,7 +16,7 @@ import pytest
 from written_runs import BEGAN, HOSTILE, write_run, write_samples
 
 from allhands.cli.main import main
-from allhands.cli.train import tell_troubles
+from allhands.cluster.training import tell_troubles
 from allhands.errors import DataError
 from allhands.io.pictures import palettes, phase_colour
 from allhands.observe.metrics import RunEnded, read_metrics

@@ -13,7 +13,7 @@ import pytest
 from command_line import call_allhands
 from written_runs import write_run
 
-from allhands.cli.train import tell_troubles
+from allhands.cluster.training import tell_troubles
 from allhands.observe.course import Course, Judgement
 from allhands.observe.curves import Curve, trend
 from allhands.observe.judging import judge

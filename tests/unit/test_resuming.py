@@ -167,8 +167,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def note(name: str) -> Any:
         return lambda *_: started.append(name) or 0
 
-    monkeypatch.setattr("allhands.cli.train.supervise_training", note("ranks"))
-    monkeypatch.setattr("allhands.cli.train.work", note("this process"))
+    monkeypatch.setattr("allhands.cluster.training.supervise_training", note("ranks"))
+    monkeypatch.setattr("allhands.cluster.training.work", note("this process"))
     return started
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from allhands.checkpoints import RUN_NAME
-from allhands.cli.train import job_of
+from allhands.cluster.job import job_of
 from allhands.config.schema import build_config
 from allhands.observe.journal import Journal, SupervisorEvent
 

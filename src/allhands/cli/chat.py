@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from allhands.cli.answering import chat_choice, ranks_asked
-from allhands.cli.divided import at_terminal, require_terminal_here
 from allhands.cli.generate import with_model
 from allhands.cli.verbs_models import Chat
+from allhands.cluster.answering import at_terminal, require_terminal_here
 from allhands.errors import AllhandsError
 from allhands.infer.dialogue import VARIABLE, Talks
 from allhands.io.paths import require_words

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -32,58 +30,35 @@ _STYLES = {"stop": "bold red", "warn": "yellow", "note": "dim"}
 def cluster_check(asked: ClusterCheck) -> None:
     """Run the verb."""
     computers = chosen_hosts(asked.hosts, asked.hostfile)
-    with _told() as progress:
+    backend = str(asked.backend)
+    if asked.backend is Backend.auto and asked.hostfile is not None:
+        backend = hostfile_backend(asked.hostfile) or backend
+    words = ["--hostfile", str(asked.hostfile)] if asked.hostfile else ["--hosts", str(asked.hosts)]
+    with progress_console().status("") as status:
         options = ClusterCheckOptions(
-            option=_option(asked.hostfile, asked.hosts),
-            backend=_backend(asked.backend, asked.hostfile),
+            option=shlex.join(words),
+            backend=backend,
             model=asked.model,
             data=asked.data,
             adapter_path=asked.adapter_path,
             hashed=not asked.quick,
             bench=asked.bench,
             timeout_s=asked.timeout_s,
-            progress=progress,
+            progress=status.update,
         )
         cluster, findings = diagnose(computers, options)
     if asked.as_json:
-        print_json(as_content(cluster, findings, well(cluster)), indent=2)
+        print_json(as_content(cluster, findings), indent=2)
     else:
-        show(console_for(widest=_WIDTH), cluster, findings, well(cluster))
+        show(console_for(widest=_WIDTH), cluster, findings)
     if any(finding.severity == "stop" for finding in findings):
         raise typer.Exit(DistributedError.exit_code)
-
-
-def _option(hostfile: Path | None, names: str | None) -> str:
-    if hostfile:
-        return f"--hostfile {shlex.quote(str(hostfile))}"
-    return f"--hosts {shlex.quote(names or '')}"
-
-
-def _backend(asked: Backend, hostfile: Path | None) -> str:
-    """Return the requested back-end, or else the hostfile's."""
-    if asked is Backend.auto and hostfile is not None:
-        own = (hostfile_backend(hostfile) or "auto").partition("-")[0]
-        return own if own in {*Backend} else "auto"
-    return str(asked)
-
-
-@contextmanager
-def _told() -> Generator[Callable[[str], None]]:
-    """Show a line about the current work at a terminal; yields the function that sets it."""
-    console = progress_console()
-    if not console.is_terminal:
-        yield lambda words: None
-        return
-    with console.status("") as status:
-        yield lambda words: status.update(words)
 
 
 # --- for people -----------------------------------------------------------------------------------
 
 
-def show(
-    console: Console, cluster: Cluster, findings: Sequence[Finding], well: Sequence[Check]
-) -> None:
+def show(console: Console, cluster: Cluster, findings: Sequence[Finding]) -> None:
     """Print all results: the computers, the faults, the remedies, and the passed checks."""
     for host in cluster.hosts:
         console.print(printable(host_line(host)), soft_wrap=True)
@@ -98,7 +73,7 @@ def show(
     if cluster.network is not None:
         for line in network_lines(cluster.network):
             console.print(printable(line))
-    titles = [_with_detail(check, cluster) for check in well]
+    titles = [_with_detail(check, cluster) for check in well(cluster)]
     if titles:
         console.print(printable(f"well: {', '.join(titles)}"))
     if left := not_asked(cluster):
@@ -223,13 +198,11 @@ def verdict(findings: Sequence[Finding]) -> str:
 # --- for machines ---------------------------------------------------------------------------------
 
 
-def as_content(
-    cluster: Cluster, findings: Sequence[Finding], well: Sequence[Check]
-) -> dict[str, Any]:
+def as_content(cluster: Cluster, findings: Sequence[Finding]) -> dict[str, Any]:
     """Return plain values: findings, names of the checks that found nothing, and all facts."""
     return {
         "stops": any(finding.severity == "stop" for finding in findings),
         "findings": [asdict(finding) for finding in findings],
-        "well": [check.name for check in well],
+        "well": [check.name for check in well(cluster)],
         **cluster.model_dump(mode="json"),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import threading
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -13,15 +13,16 @@ import typer
 from allhands.cli.verbs_cluster import PLACE, ClusterInit
 from allhands.cluster.setup import hostfile
 from allhands.cluster.setup.flow import SetUp
-from allhands.cluster.setup.outcome import Mode, SetupOutcome, SetupReport, Wishes, hosts_of
-from allhands.cluster.setup.plan import Step, shown
+from allhands.cluster.setup.outcome import Mode, SetupOutcome, SetupReport, Wishes, names_of
+from allhands.cluster.setup.plan import Step, listed
 from allhands.cluster.setup.source import find_source, wheel_store
 from allhands.cluster.setup.survey import Surveyor, wanted_from
 from allhands.errors import ConfigError, DistributedError
 from allhands.io.formatting import counted, format_bytes
-from allhands.io.terminal import tell
+from allhands.io.terminal import say
 
 _END = "END_OF_HOSTFILE"
+_note = partial(typer.echo, err=True)
 
 
 def cluster_init(asked: ClusterInit) -> None:
@@ -36,7 +37,7 @@ def run_init(wishes: Wishes) -> int:
         ConfigError: a question is necessary, and there is no terminal.
         AllhandsError: no computer could be set up.
     """
-    report = SetUp(wishes, _Terminal(wishes.mode)).run()
+    report = SetUp(wishes, _Terminal()).run()
     if wishes.mode == "dry-run":
         _print_script(report, wishes.output)
     if wishes.mode == "refuse" and (
@@ -61,7 +62,7 @@ def _mode(asked: ClusterInit) -> Mode:
 
 
 def _wishes(asked: ClusterInit) -> Wishes:
-    names = [name for name, _ in hosts_of(asked.hosts)]
+    names = names_of(asked.hosts)
     output, env_dir = asked.hostfile.absolute(), asked.env_dir
     hostfile.check_output(output)
     if not env_dir.startswith(("/", "~/")):
@@ -89,44 +90,24 @@ def _wishes(asked: ClusterInit) -> Wishes:
 class _Terminal:
     """Output and questions on standard error."""
 
-    def __init__(self, mode: Mode) -> None:
-        self._mode = mode
+    def __init__(self) -> None:
         self._lock = threading.Lock()
 
     def begins(self, step: Step) -> None:
-        self._say(f"{step.host}: {step.why}" if step.host else step.why)
-
-    def looks(self, what: str) -> None:
-        self._say(f"looking: {what}")
+        self.tell(step.title)
 
     def tell(self, text: str) -> None:
-        self._say(text)
-
-    def show(self, title: str, steps: Sequence[Step]) -> None:
-        if self._mode not in ("dry-run", "refuse"):
-            self._say("\n".join((title, *_lines(steps, "  "))))
+        with self._lock:
+            say(text)
 
     def agrees(self, question: str) -> bool:
         print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
-    def _say(self, text: str) -> None:
-        with self._lock:
-            tell(f"allhands: {text}")
-
-
-def _lines(steps: Sequence[Step], margin: str = "") -> list[str]:
-    """Return commands to copy, each below a comment with its purpose."""
-    found: list[str] = []
-    for step in steps:
-        found.append(f"{margin}# {step.host}: {step.why}" if step.host else f"{margin}# {step.why}")
-        found.append(f"{margin}{shown(step)}")
-    return found
-
 
 def _print_script(report: SetupReport, output: Path) -> None:
     """Print the changes as a script."""
-    for line in _lines(report.shown):
+    for line in listed(report.shown):
         typer.echo(line)
     for outcome in report.outcomes:
         if outcome.pending:
@@ -142,7 +123,7 @@ def _print_script(report: SetupReport, output: Path) -> None:
 
 
 def _refuse(report: SetupReport, output: Path) -> None:
-    steps = _lines(report.shown, "  ")
+    steps = listed(report.shown, "  ")
     if report.text is not None and not report.up_to_date and output.exists():
         steps.append(f"  # bring {output} up to date")
     raise ConfigError(
@@ -158,21 +139,20 @@ def _print_outcomes(report: SetupReport) -> None:
     for outcome in report.outcomes:
         if outcome.trouble is not None:
             if not outcome.pending:
-                typer.echo(f"{outcome.name}: cannot be used: {outcome.trouble}", err=True)
+                _note(f"{outcome.name}: cannot be used: {outcome.trouble}")
                 if outcome.hint:
-                    typer.echo(f"  what to do: {outcome.hint}", err=True)
+                    _note(f"  what to do: {outcome.hint}")
             continue
-        typer.echo(f"{outcome.name}: {_described(outcome)}", err=True)
+        _note(f"{outcome.name}: {_described(outcome)}")
         if unused := " and ".join(outcome.unused):
             verb = "is" if len(outcome.unused) == 1 else "are"
-            typer.echo(
-                f"  kept: {outcome.python} is there and has everything, so {unused} {verb} not used",
-                err=True,
+            _note(
+                f"  kept: {outcome.python} is there and has everything, so {unused} {verb} not used"
             )
     if report.why and len(report.outcomes) > 1:
-        typer.echo(f"network: {report.why}", err=True)
+        _note(f"network: {report.why}")
     if report.warning:
-        typer.echo(f"warning: {report.warning}", err=True)
+        _note(f"warning: {report.warning}")
 
 
 def _described(outcome: SetupOutcome) -> str:
@@ -201,15 +181,10 @@ def _print_end(report: SetupReport, output: Path) -> None:
     name = shlex.quote(name)
     if report.refused:
         names = ", ".join(report.refused)
-        typer.echo(
-            f"{name} is not written, because you did not agree to the changes needed on {names}",
-            err=True,
-        )
-        typer.echo(
-            f"  what to do: run this again and agree, or leave {names} out of --hosts", err=True
-        )
+        _note(f"{name} is not written, because you did not agree to the changes needed on {names}")
+        _note(f"  what to do: run this again and agree, or leave {names} out of --hosts")
     elif not (report.up_to_date or report.written):
-        typer.echo(f"{name} is not written", err=True)
+        _note(f"{name} is not written")
     else:
         _print_hostfile(report, name)
 

@@ -19,19 +19,18 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from allhands.cli.notices import say
-from allhands.cli.sync_stages import plan_stages, wanted_stages
+from allhands.cli.parser import refuse_idle
 from allhands.cli.verbs_cluster import ClusterSync
 from allhands.cluster.hosts import Host, chosen_hosts
-from allhands.cluster.sync.plan import FoundFile, make_plan
+from allhands.cluster.sync.plan import SyncPlan
 from allhands.cluster.sync.run import Show, synchronise
 from allhands.cluster.sync.state import HostState, SyncOptions, SyncState
+from allhands.cluster.sync.wanted import plan_of
 from allhands.config.yaml_files import read_yaml
-from allhands.errors import ConfigError, DataError
+from allhands.errors import ConfigError
 from allhands.io.formatting import counted, format_duration, format_size
-from allhands.io.terminal import print_json, progress_console
+from allhands.io.terminal import print_json, progress_console, say
 from allhands.runtime.blas import cache_dir
-from allhands.runtime.without_torch import leave_torch_out
 
 _SHOWN_FILES = 8
 
@@ -85,18 +84,11 @@ def run_sync(wanted: ClusterSync, hosts: Sequence[Host], options: SyncOptions) -
     Raises:
         AllhandsError: no file could be copied to any host.
     """
-    content = {} if wanted.config is None else read_yaml(wanted.config)
-    model = wanted.model or content.get("model")
-    pipeline = wanted_stages(wanted.stages, wanted.pp_split, content, model)
-    place = None if model is None else _model_path(str(model))
-    plan = make_plan(_words(wanted, content, place))
-    files: Mapping[str, list[FoundFile]] | None = None
-    if pipeline is not None and place is not None:
-        plan, files = plan_stages(plan, Path(place), pipeline, hosts)
+    plan = _planned(wanted, hosts)
     with _progress(
         shown=sys.stderr.isatty() and not wanted.as_json and not options.dry_run
     ) as show:
-        state = synchronise(plan, hosts, options, show, files)
+        state = synchronise(plan, hosts, options, show)
     if wanted.as_json:
         print_json(as_record(state, options.dry_run))
     else:
@@ -107,50 +99,44 @@ def run_sync(wanted: ClusterSync, hosts: Sequence[Host], options: SyncOptions) -
     return state.exit_code
 
 
-def _words(wanted: ClusterSync, content: Mapping[str, Any], model: str | None) -> list[str]:
-    """Return the paths of the wanted files; flags win over the configuration.
+def _planned(wanted: ClusterSync, hosts: Sequence[Host]) -> SyncPlan:
+    """Return the files to copy; flags win over the configuration."""
+    content = {} if wanted.config is None else read_yaml(wanted.config)
+    model, data = wanted.model or content.get("model"), wanted.data
+    pipeline = _pipeline(wanted, content, model)
+    paths = list(wanted.paths or ())
+    if wanted.config is not None:
+        paths.append(wanted.config)
+    named = content.get("data")
+    if data is None and isinstance(named, str) and Path(os.path.expanduser(named)).exists():
+        data = named
+    return plan_of(paths, None if model is None else str(model), data, pipeline, hosts)
+
+
+def _pipeline(
+    wanted: ClusterSync, content: Mapping[str, Any], model: str | None
+) -> dict[str, Any] | None:
+    """Return the options of the requested pipeline; ``None``: every host gets all files.
 
     Args:
-        content: the configuration.
-        model: directory of the model; ``None``: no model is wanted.
-    """
-    words, data = list(wanted.paths or ()), wanted.data
-    if wanted.config is not None:
-        words.append(wanted.config)
-        named = content.get("data")
-        if data is None and isinstance(named, str) and Path(os.path.expanduser(named)).exists():
-            data = named
-    if model is not None:
-        words.append(model)
-    if data is not None and data != "demo":  # the demo data are part of allhands
-        words.append(_data_path(data))
-    return words
-
-
-def _data_path(data: str) -> str:
-    """Return the path of the data.
+        content: the configuration file.
 
     Raises:
-        DataError: it does not exist; training raises the same error.
+        ConfigError: an option has no effect, or there is no model.
     """
-    if not Path(os.path.expanduser(data)).exists():
-        raise DataError(
-            "the data folder does not exist",
-            code="data-missing",
-            where=data,
-            hint="check --data; nothing has been sent",
+    if not wanted.stages:
+        refuse_idle({"--pp-split": wanted.pp_split}, "without --stages", "add it")
+        return None
+    if model is None:
+        raise ConfigError(
+            "there is no model to divide",
+            code="option-missing",
+            where="--stages",
+            hint="add --model",
         )
-    return data
-
-
-def _model_path(source: str) -> str:
-    """Return the directory of a model; a model of another name is fetched to the cache first."""
-    if source != "demo" and Path(os.path.expanduser(source)).is_dir():
-        return source
-    leave_torch_out()
-    from allhands.model.sources import resolve
-
-    return str(resolve(source, report=say).absolute())
+    named = ("pp", "pp_split", "pp_schedule")
+    given = {name: content[name] for name in named if content.get(name) is not None}
+    return given if wanted.pp_split is None else {**given, "pp_split": wanted.pp_split}
 
 
 # --- output ---------------------------------------------------------------------------------------

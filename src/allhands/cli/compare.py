@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from allhands.cli.answering import ranks_asked
-from allhands.cli.divided import run_divided
 from allhands.cli.verbs_models import Compare
+from allhands.cluster.answering import run_divided
 from allhands.data.demo import demo_records, pirate_share
 from allhands.data.records import ColumnNames, Record
 from allhands.data.splits import full_places, load_split

@@ -38,17 +38,18 @@ from allhands.cli.container_results import (
     reason_of,
     tell_failure,
 )
-from allhands.cli.notices import say
-from allhands.cli.train import job_of, supervise_training, work
 from allhands.cli.verbs_runs import Container
 from allhands.cluster.environment import has_cuda, recognise
+from allhands.cluster.job import job_of
 from allhands.cluster.node import run_node
 from allhands.cluster.patience import Patience
 from allhands.cluster.place import LaunchPlace, below
 from allhands.cluster.platforms import from_bucket
 from allhands.cluster.ranks import LaunchSpec
+from allhands.cluster.training import supervise_training, work
 from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import AllhandsError, ConfigError, DistributedError
+from allhands.io.terminal import say
 from allhands.runtime.blas import allowed_cores
 from allhands.runtime.gpus import nvidia_gpus
 

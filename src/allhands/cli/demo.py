@@ -19,8 +19,8 @@ from allhands.cli.compare import (
     show_comparison,
     show_speed,
 )
-from allhands.cli.train import supervise_training
 from allhands.cli.verbs_runs import Demo
+from allhands.cluster.training import supervise_training
 from allhands.config.schema import TrainConfig, build_config
 from allhands.data.demo import write_demo_data
 from allhands.errors import AllhandsError, ConfigError

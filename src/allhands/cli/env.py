@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -26,22 +24,28 @@ _MOST_PEERS = 8
 _PACKAGES = ("allhands", "mlx", "mlx-lm")
 
 
-@dataclass(frozen=True)
-class _Report:
-    """The contents of the report: the launch, versions by package, and the device."""
-
-    launch: LaunchPlace
-    versions: dict[str, str]
-    device: dict[str, Any]
-
-
 def show_environment(asked: Env) -> None:
     """Run the verb."""
-    report = _Report(recognise_here(), _versions(), _device())
+    launch, versions, device = recognise_here(), _versions(), _device()
     if asked.as_json:
-        print_json(as_dictionary(report), default=str)
+        print_json(as_dictionary(launch, versions, device), default=str)
         return
-    _show(report)
+    console = console_for()
+    console.width = min(console.width, _WIDTH) if sys.stdout.isatty() else _WIDTH
+    with console.capture() as shown:
+        console.print(_headline(launch))
+        for title, rows in (
+            ("recognised", [("", fact) for fact in launch.why]),
+            ("would be used", _used(launch)),
+            ("ignored", [("", text) for text in _ignored(launch)]),
+            ("note", [("", note) for note in launch.notes]),
+            ("here", _here(versions, device)),
+        ):
+            if rows:
+                console.print(f"\n{title}:")
+                console.print(_table(rows))
+    for line in shown.get().splitlines():
+        typer.echo(line.rstrip())
 
 
 def version(_: Version) -> None:
@@ -50,9 +54,10 @@ def version(_: Version) -> None:
         typer.echo(f"{name} {version_of(name) or 'is not installed'}")
 
 
-def as_dictionary(report: _Report) -> dict[str, Any]:
+def as_dictionary(
+    launch: LaunchPlace, versions: dict[str, str], device: dict[str, Any]
+) -> dict[str, Any]:
     """Return the report for JSON; unknown values are ``None``."""
-    launch = report.launch
     content = {**asdict(launch), **asdict(launch.platform)}
     for name in ("reason", "facts", "exports", "name"):
         del content[name]
@@ -63,8 +68,8 @@ def as_dictionary(report: _Report) -> dict[str, Any]:
         "platform": launch.platform.name or None,
         "why": launch.why,
         "notes": launch.notes,
-        "versions": report.versions,
-        "device": report.device,
+        "versions": versions,
+        "device": device,
     }
 
 
@@ -81,36 +86,7 @@ def _device() -> dict[str, Any]:
         found = detect()
     except Exception as error:
         return {"error": f"MLX does not work here: {error}"}
-    return {
-        "kind": found.kind,
-        "name": found.name,
-        "memory_bytes": found.memory_bytes,
-        "cores": found.cores,
-    }
-
-
-def _show(report: _Report) -> None:
-    console = console_for()
-    console.width = min(console.width, _WIDTH) if sys.stdout.isatty() else _WIDTH
-    with console.capture() as shown:
-        _print(console, report)
-    for line in shown.get().splitlines():
-        typer.echo(line.rstrip())
-
-
-def _print(console: Console, report: _Report) -> None:
-    launch = report.launch
-    console.print(_headline(launch))
-    for title, rows in (
-        ("recognised", [("", fact) for fact in launch.why]),
-        ("would be used", _used(launch)),
-        ("ignored", [("", text) for text in _ignored(launch)]),
-        ("note", [("", note) for note in launch.notes]),
-        ("here", _here(report)),
-    ):
-        if rows:
-            console.print(f"\n{title}:")
-            console.print(_table(rows))
+    return {name: getattr(found, name) for name in ("kind", "name", "memory_bytes", "cores")}
 
 
 def _headline(launch: LaunchPlace) -> str:
@@ -139,7 +115,9 @@ def _used(launch: LaunchPlace) -> list[tuple[str, str]]:
         ports = f"{launch.meeting.ports[0]} to {launch.meeting.ports[-1]}, the first that is free"
         rows.append(("meeting", f"of all ranks at {launch.meeting.host}, port {ports}"))
     if launch.hosts:
-        rows.append(("peers", _some(dict.fromkeys(launch.hosts))))
+        names = [*dict.fromkeys(launch.hosts)]
+        more = f" and {len(names) - _MOST_PEERS} more" if len(names) > _MOST_PEERS else ""
+        rows.append(("peers", ", ".join(names[:_MOST_PEERS]) + more))
     paths = launch.paths
     rows += [(f"data, {channel}", str(path)) for channel, path in paths.data.items()]
     for title in ("model", "checkpoints", "output", "tensorboard", "config"):
@@ -152,12 +130,6 @@ def _used(launch: LaunchPlace) -> list[tuple[str, str]]:
     if launch.requeue:
         rows.append(("to requeue", " ".join(launch.requeue)))
     return rows
-
-
-def _some(names: Iterable[str]) -> str:
-    every = list(names)
-    more = len(every) - _MOST_PEERS
-    return ", ".join(every[:_MOST_PEERS]) + (f" and {more} more" if more > 0 else "")
 
 
 def _ignored(launch: LaunchPlace) -> list[str]:
@@ -173,22 +145,17 @@ def _ignored(launch: LaunchPlace) -> list[str]:
     ]
 
 
-def _here(report: _Report) -> list[tuple[str, str]]:
-    others = {name: version for name, version in report.versions.items() if name != "allhands"}
-    rows = [
-        ("allhands", report.versions.get("allhands", "")),
-        ("versions", ", ".join(f"{name} {version}" for name, version in others.items())),
-    ]
-    device = report.device
+def _here(versions: dict[str, str], device: dict[str, Any]) -> list[tuple[str, str]]:
+    others = [f"{name} {version}" for name, version in versions.items() if name != "allhands"]
     if "error" in device:
-        return [*rows, ("device", str(device["error"]))]
-    memory = format_bytes(device["memory_bytes"])
+        shown = str(device["error"])
+    else:
+        memory, cores = format_bytes(device["memory_bytes"]), counted(device["cores"], "core")
+        shown = f"{device['kind']} ({device['name']}), {memory}, {cores}"
     return [
-        *rows,
-        (
-            "device",
-            f"{device['kind']} ({device['name']}), {memory}, {counted(device['cores'], 'core')}",
-        ),
+        ("allhands", versions["allhands"]),
+        ("versions", ", ".join(others)),
+        ("device", shown),
     ]
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from allhands.cli.answering import chat_choice, ranks_asked, tell_harm, tell_notes
-from allhands.cli.divided import run_divided
 from allhands.cli.parser import refuse_idle
 from allhands.cli.verbs_models import Chat, Generate
+from allhands.cluster.answering import run_divided
 from allhands.errors import ConfigError
 from allhands.io.formatting import format_bytes
 

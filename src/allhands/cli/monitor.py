@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from allhands.cli.verbs_runs import Monitor
-from allhands.cluster.hosts import Host, hosts_named
-from allhands.cluster.monitoring import RemoteSamples
+from allhands.cluster.hosts import hosts_named
+from allhands.cluster.monitoring import NewSamples, run_samples
 from allhands.errors import AllhandsError
 from allhands.io.formatting import (
     format_bytes,
@@ -34,20 +35,16 @@ from allhands.io.terminal import (
     is_screen,
     progress_console,
     table_of,
-    tell,
 )
 from allhands.observe.journal import read_events
 from allhands.observe.metrics import RunHistory, read_metrics
-from allhands.observe.monitor import Board, BoardRow, Follower, Sample, encode_sample, gone_here
-from allhands.observe.monitor.samples import in_order, no_samples, require_run
+from allhands.observe.monitor import Board, BoardRow, Sample, encode_sample, gone_here
 
 if TYPE_CHECKING:
     from allhands.report.verdict import Verdict
 
 _NONE = "-"
 _WIDE = 200
-_PATIENCE_S = 20.0  # seconds that computers have to answer
-_LOOK_S = 0.1
 # Columns that a narrow terminal leaves out, in this order.
 _DISPENSABLE = (
     "pid",
@@ -67,80 +64,35 @@ _DISPENSABLE = (
 
 def monitor(options: Monitor) -> None:
     """Run the verb."""
-    with _sources(options) as (new, remote):
-        samples = _first(options, new, remote)
+    hosts = hosts_named(options.hosts, options.hostfile)
+    with run_samples(hosts, options.run, follow=not options.once) as (samples, new):
         board = Board(samples)
-        latest = [sample for sample in samples if sample.run == board.run]
+        rounds = _rounds(options, board, new)
         if options.as_json:
-            _print_json(options, latest, board, new)
-        elif options.once or board.over(time.time(), gone_here(board)):
-            console = _console()
-            console.print(_view_now(options.run, board, console.width))
-        else:
-            _live(options, board, new)
-
-
-Read = Callable[[], list[Sample]]
-
-
-@contextmanager
-def _sources(options: Monitor) -> Generator[tuple[Read, RemoteSamples], None, None]:
-    """Yield the function that returns new samples in order, and the other computers."""
-    follower = Follower(options.run)
-    with RemoteSamples(_hosts(options), options.run, follow=not options.once) as remote:
-        yield lambda: in_order([*follower.samples(), *remote.samples()]), remote
-
-
-def _hosts(options: Monitor) -> Sequence[Host]:
-    return hosts_named(options.hosts, options.hostfile)
-
-
-def _first(options: Monitor, new: Read, remote: RemoteSamples) -> list[Sample]:
-    """Return the first samples, after every computer has answered or the time for it is over.
-
-    Raises:
-        DataError: there are no samples, or there is no run.
-    """
-    if not options.hosts and not options.hostfile:
-        require_run(options.run)
-    samples = new()
-    deadline = time.monotonic() + _PATIENCE_S
-    while remote.pending() and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
-        samples = in_order([*samples, *new()])
-    samples = in_order([*samples, *new()])
-    if not samples:
-        raise no_samples(options.run, "".join(f"; {reason}" for reason in remote.complaints()))
-    for reason in remote.complaints():
-        tell(f"allhands: warning: not asked: {reason}")
-    return samples
-
-
-def _print_json(options: Monitor, samples: Sequence[Sample], board: Board, new: Read) -> None:
-    while True:
-        for sample in samples:
-            print(encode_sample(sample))
-        sys.stdout.flush()
-        if options.once or board.over(time.time(), gone_here(board)):
+            latest = [sample for sample in samples if sample.run == board.run]
+            for some in chain((latest,), rounds):
+                for sample in some:
+                    print(encode_sample(sample))
+                sys.stdout.flush()
             return
+        console = _console()
+        shown = _view_now(options.run, board, console.width)
+        if options.once or board.over(time.time(), gone_here(board)):
+            console.print(shown)
+            return
+        with Live(shown, console=console, auto_refresh=False, transient=False) as live:
+            for _ in rounds:
+                live.update(_view_now(options.run, board, console.width), refresh=True)
+
+
+def _rounds(options: Monitor, board: Board, new: NewSamples) -> Iterator[list[Sample]]:
+    """Yield new samples, with which the board is brought up to date, until the run is over."""
+    while not (options.once or board.over(time.time(), gone_here(board))):
         time.sleep(options.every)
         samples = new()
         for sample in samples:
             board.add(sample)
-
-
-def _live(options: Monitor, board: Board, new: Read) -> None:
-    console = _console()
-
-    def show() -> Group:
-        return _view_now(options.run, board, console.width)
-
-    with Live(show(), console=console, auto_refresh=False, transient=False) as live:
-        while not board.over(time.time(), gone_here(board)):
-            time.sleep(options.every)
-            for sample in new():
-                board.add(sample)
-            live.update(show(), refresh=True)
+        yield samples
 
 
 def _console() -> Console:
@@ -151,20 +103,15 @@ def _console() -> Console:
 
 
 def _view_now(run: Path, board: Board, width: int) -> Group:
-    now, history = time.time(), None
-    with suppress(AllhandsError):
-        history = read_metrics(run)
-    return view(board, now, gone_here(board), history, width, _verdict(run, history, board, now))
-
-
-def _verdict(run: Path, history: RunHistory | None, board: Board, now: float) -> Verdict | None:
-    """Return the state of the run as in reports; ``None`` if there are no metrics or events."""
     from allhands.report.verdict import verdict_of
 
-    journal = read_events(run)
-    if history is None and not journal:
-        return None
-    return verdict_of(run, history or RunHistory(run.name), journal, board, now)
+    now, history, verdict, journal = time.time(), None, None, read_events(run)
+    with suppress(AllhandsError):
+        history = read_metrics(run)
+    if history is not None or journal:
+        # The state of the run as in reports.
+        verdict = verdict_of(run, history or RunHistory(run.name), journal, board, now)
+    return view(board, now, gone_here(board), history, width, verdict)
 
 
 # --- the view -------------------------------------------------------------------------------------
@@ -249,8 +196,16 @@ def _columns(
 ) -> dict[str, list[str]]:
     """Return the cells of each known column, in the order of the table."""
     kind = "/".join(sorted({row.last.pss_kind.upper() for row in rows}))
-    lives = {id(row): row.state(now, gone) == "lives" for row in rows}
-    rates = _rates(rows, lives)
+    living = [row for row in rows if row.state(now, gone) == "lives"]
+    # The traffic of a computer is shown in the row of its first rank, if it has one.
+    shows: dict[str, BoardRow] = {}
+    for row in sorted(living, key=lambda row: row.last.role != "rank"):
+        shows.setdefault(row.last.host, row)
+
+    def rate(row: BoardRow, which: int) -> str:
+        known = row.net_per_s() if shows.get(row.last.host) is row else None
+        return _NONE if known is None else format_size(known[which])
+
     cells: dict[str, Callable[[BoardRow], str | float | None]] = {
         "process": lambda row: row.last.name,
         "host": lambda row: row.last.host,
@@ -267,9 +222,9 @@ def _columns(
         "MLX\nneeds": lambda row: row.last.mlx_estimated_bytes or None,
         "GPU\nmemory": lambda row: row.last.gpu_used_bytes,
         "GPU\nload": lambda row: None if row.last.gpu_load is None else f"{row.last.gpu_load:.0%}",
-        "CPU": lambda row: f"{row.last.cpu_cores:.0%}" if lives[id(row)] else _NONE,
-        "sent\n/s": lambda row: rates.get(id(row), (_NONE, _NONE))[0],
-        "received\n/s": lambda row: rates.get(id(row), (_NONE, _NONE))[1],
+        "CPU": lambda row: f"{row.last.cpu_cores:.0%}" if row in living else _NONE,
+        "sent\n/s": lambda row: rate(row, 0),
+        "received\n/s": lambda row: rate(row, 1),
     }
     if len({row.last.host for row in rows}) == 1:
         del cells["host"]
@@ -281,21 +236,6 @@ def _columns(
 
 def _shown(cell: str | float | None) -> str:
     return _NONE if cell is None else cell if isinstance(cell, str) else format_bytes(cell)
-
-
-def _rates(rows: Sequence[BoardRow], lives: Mapping[int, bool]) -> dict[int, tuple[str, str]]:
-    """Return the traffic of each computer by the row that shows it: the row of a rank, if there is
-    one.
-    """
-    found: dict[str, BoardRow] = {}
-    for row in sorted(rows, key=lambda row: row.last.role != "rank"):
-        if lives[id(row)]:
-            found.setdefault(row.last.host, row)
-    known = {id(row): rates for row in found.values() if (rates := row.net_per_s()) is not None}
-    return {
-        place: (format_size(sent), format_size(received))
-        for place, (sent, received) in known.items()
-    }
 
 
 def _together(board: Board, now: float, gone: Collection[tuple[str, int]]) -> str:

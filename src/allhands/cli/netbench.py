@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import typer
 from rich.console import Console
 
-from allhands.cli.launching import require_cores
 from allhands.cli.verbs_cluster import ClusterBench
-from allhands.cluster.candidates import candidates, facts_of
 from allhands.cluster.figures import Failure, Figures, Measurement
-from allhands.cluster.hosts import Host, hosts_named
-from allhands.cluster.netbench import BenchOptions, measure
-from allhands.errors import AllhandsError, ConfigError, DistributedError
+from allhands.cluster.netbench import BenchOptions, measure_each, measured_hosts
+from allhands.errors import DistributedError
 from allhands.io.terminal import console_for, print_json, table_of
 
 _WIDTH = 80
 _TAIL = 5
+_tell = partial(typer.echo, err=True)
 _LEGEND = """\
 median: of rounds, each as long as on its slowest rank
 middle half: half of the rounds took as long
@@ -28,66 +26,17 @@ of the bus: what each link carries; compare it with the speed of the cable
 
 def bench(asked: ClusterBench) -> None:
     """Run the verb."""
-    chosen = chosen_hosts(asked.hostfile, asked.hosts, asked.num_ranks)
-    names = _backends(asked.backend, chosen)
+    hosts = measured_hosts(asked.hostfile, asked.hosts, asked.num_ranks)
     options = BenchOptions(
         timeout_s=asked.timeout_s, links=asked.links, progress=None if asked.as_json else _tell
     )
-    found = [
-        result for name in names if (result := _measure(chosen, name, options, many=len(names) > 1))
-    ]
+    found = measure_each(hosts, asked.backend, options, _tell)
     if asked.as_json:
         print_json([result.as_json() for result in found])
     else:
         show(found)
     if not found or any(result.failures or result.whole is None for result in found):
         raise typer.Exit(DistributedError.exit_code)
-
-
-def chosen_hosts(
-    hostfile: str | None, hosts: str | None, num_ranks: int | None
-) -> tuple[Host, ...]:
-    """Return the computers that the options name; without any, this one with two ranks.
-
-    Raises:
-        ConfigError: options contradict each other, name no computer, or ask for too many processes
-            on this computer.
-    """
-    named = hosts_named(hosts, hostfile)
-    if named and num_ranks:
-        raise ConfigError(
-            "-n is for this computer alone",
-            code="options-conflict",
-            where="-n",
-            hint="write slots: --hosts node1:2,node2:2",
-        )
-    if named:
-        return named
-    require_cores(num_ranks or 2)
-    return (Host("this computer", slots=num_ranks or 2),)
-
-
-def _backends(backend: str, hosts: Sequence[Host]) -> list[str]:
-    """Return the back-ends to measure, in the order of preference."""
-    if backend != "all":
-        return [backend]
-    return [one.backend for one in candidates(facts_of(hosts, ask=True)) if one.possible]
-
-
-def _measure(
-    hosts: Sequence[Host], backend: str, options: Any, *, many: bool
-) -> Measurement | None:
-    try:
-        return measure(hosts, backend, options)
-    except AllhandsError as error:
-        if not many:
-            raise
-        typer.echo(f"allhands: {backend}: {error}", err=True)
-        return None
-
-
-def _tell(text: str) -> None:
-    typer.echo(text, err=True)
 
 
 # --- for people -----------------------------------------------------------------------------------
@@ -179,21 +128,17 @@ def size_text(num_bytes: float) -> str:
 
 def seconds_text(seconds: float) -> str:
     """``13 us``, ``0.51 ms``, ``1.2 s``: with at least two digits."""
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= unit * 0.0995:
-            return f"{_digits(seconds / unit)} {name}"
-    return f"{_digits(seconds * 1e6)} us"
+    return _in_units(seconds, {"s": 1.0, "ms": 1e-3, "us": 1e-6}, 0.0995)
 
 
 def rate_text(bytes_per_s: float) -> str:
     """``5.2 MB/s``, ``1.1 GB/s``, in powers of ten."""
-    for unit, name in ((1e9, "GB/s"), (1e6, "MB/s")):
-        if bytes_per_s >= unit * 0.995:
-            return f"{_digits(bytes_per_s / unit)} {name}"
-    return f"{_digits(bytes_per_s / 1e3)} kB/s"
+    return _in_units(bytes_per_s, {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3}, 0.995)
 
 
-def _digits(number: float) -> str:
-    return (
-        f"{number:.2f}" if number < 9.95 else f"{number:.1f}" if number < 99.5 else f"{number:.0f}"
-    )
+def _in_units(number: float, units: Mapping[str, float], least: float) -> str:
+    """Return the number in the first unit of which there are at least ``least``, or in the last."""
+    name = next((name for name, unit in units.items() if number >= unit * least), [*units][-1])
+    number /= units[name]
+    digits = 2 if number < 9.95 else 1 if number < 99.5 else 0
+    return f"{number:.{digits}f} {name}"

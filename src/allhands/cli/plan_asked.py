@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from allhands.cli.launching import require_cores
 from allhands.cluster.hosts import Host, hosts_named
+from allhands.cluster.ranks import require_cores
 from allhands.config.schema import TrainConfig
 from allhands.distributed.mesh import check_weights
 from allhands.errors import ConfigError

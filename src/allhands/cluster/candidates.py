@@ -13,16 +13,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from allhands.cluster import ssh
-from allhands.cluster.hosts import Host
+from allhands.cluster.hosts import Backend, Host
 from allhands.cluster.mpi import find_mpi
 from allhands.errors import ConfigError
 from allhands.runtime.gpus import nvidia_gpus
 from allhands.runtime.threads import side_by_side
 
-Backend = Literal["ring", "mpi", "nccl", "jaccl"]
 _ASK_S = 10.0
 
 # The Python of each host runs this program. It may use only the standard library.
@@ -173,7 +172,7 @@ def _mpi(facts: Facts) -> Candidate:
 
 def facts_here(num_ranks: int) -> Facts:
     """Return the facts of this computer alone."""
-    return Facts((_fact_here(socket.gethostname(), num_ranks, False),))
+    return facts_of([Host(socket.gethostname())], num_ranks)
 
 
 def facts_of(hosts: Sequence[Host], num_ranks: int | None = None, *, ask: bool = False) -> Facts:
@@ -196,17 +195,13 @@ def facts_of(hosts: Sequence[Host], num_ranks: int | None = None, *, ask: bool =
 def _fact_of(host: Host, num_ranks: int, *, ask: bool) -> HostTraits:
     rdma = len(host.rdma) > 1 and any(device is not None for device in host.rdma)
     if host.ssh is None:
-        return _fact_here(host.name, num_ranks, rdma)
+        mpi = find_mpi()
+        version = ".".join(map(str, mpi.version)) if mpi else ""
+        return HostTraits(host.name, num_ranks, platform.system(), nvidia_gpus(), version, rdma)
     answer = _ask(host) if ask else {}
     return HostTraits(
         host.name, num_ranks, answer.get("system"), answer.get("gpus"), rdma=rdma, here=False
     )
-
-
-def _fact_here(name: str, num_ranks: int, rdma: bool) -> HostTraits:
-    mpi = find_mpi()
-    version = ".".join(map(str, mpi.version)) if mpi else ""
-    return HostTraits(name, num_ranks, platform.system(), nvidia_gpus(), version, rdma)
 
 
 def _ask(host: Host) -> dict[str, Any]:

@@ -18,14 +18,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from allhands.cluster.candidates import (
-    Backend,
     Choice,
     Facts,
     facts_here,
     table_choice,
 )
 from allhands.cluster.figures import Figures, Measurement
-from allhands.cluster.hosts import Host
+from allhands.cluster.hosts import Backend, Host
 from allhands.cluster.netbench import BenchOptions, measure
 from allhands.cluster.place import LaunchPlace
 from allhands.errors import AllhandsError

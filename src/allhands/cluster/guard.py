@@ -140,7 +140,12 @@ def _run_mpi_rank(command: list[str]) -> NoReturn:
     write_whole(run_dir / f"rank-{rank}.pid", json.dumps({"guard": os.getpid(), "command": child}))
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     write_whole(run_dir / f"rank-{rank}.exit", json.dumps({"code": code, "time": time.monotonic()}))
-    os._exit(code if code >= 0 else 128 - code)
+    os._exit(exit_code_of(code))
+
+
+def exit_code_of(code: int) -> int:
+    """Return the exit code for a process that ended with ``code``: 128 + n after signal n."""
+    return code if code >= 0 else 128 - code
 
 
 def main(arguments: list[str]) -> NoReturn:

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast
 
 import psutil
 
 from allhands.errors import ConfigError
-from allhands.io.files import make_directory, storage_error, write_whole
+from allhands.io.files import make_directory, write_whole
 from allhands.io.paths import meant
 
 _MOST_SLOTS = 4096
@@ -31,6 +31,7 @@ _USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _EXAMPLES = 'lines such as "node1 slots=2", or JSON such as [{"ssh": "node1", "ips": ["10.0.0.1"]}]'
 
+Backend = Literal["ring", "mpi", "nccl", "jaccl"]
 Rdma = str | tuple[str, ...] | None
 
 
@@ -92,11 +93,8 @@ def write_hosts(names: str, path: Path) -> Path:
         StorageError: the file cannot be written.
     """
     text = _lines_of(names)
-    try:
-        make_directory(path.parent, private=True)
-        write_whole(path, lambda draft: draft.write_text(text, encoding="utf-8"), private=True)
-    except OSError as error:
-        raise storage_error(path, error) from None
+    make_directory(path.parent, private=True)
+    write_whole(path, lambda draft: draft.write_text(text, encoding="utf-8"), private=True)
     return path
 
 
@@ -165,7 +163,7 @@ def _lines_of(names: str) -> str:
     return "".join(f"{line}\n" for line in lines.values())
 
 
-def hostfile_backend(path: str | Path) -> str | None:
+def hostfile_backend(path: str | Path) -> Backend | None:
     """Return the back-end that a hostfile in MLX's JSON names, or ``None``.
 
     Raises:
@@ -178,7 +176,7 @@ def hostfile_backend(path: str | Path) -> str | None:
         _refuse(f"{path}", f"backend is {_shown(backend)}", "use ring, mpi, nccl or jaccl")
     # The devices show whether the cables form a ring or connect each pair of computers.
     backend = "jaccl" if backend == "jaccl-ring" else backend
-    return None if backend in (None, "", "any") else cast(str, backend)
+    return None if backend in (None, "", "any") else cast(Backend, backend)
 
 
 def host_from_name(name: str, where: str | None = None) -> Host:

@@ -1,4 +1,4 @@
-"""Samples of a run's processes that are stored on other computers, read over ssh.
+"""Samples of a run's processes, here and on other computers, which are read over ssh.
 
 The other end is this module as a program: ``python -P -m allhands.cluster.monitoring RUN FOLLOW CWD
 BELOW_HOME``. It prints the lines of the run's files. If FOLLOW is 1, it also prints lines that are
@@ -7,7 +7,6 @@ added later, until its standard input is closed.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import select
@@ -15,73 +14,82 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Self
+from typing import IO
 
 from allhands.cluster import ssh
 from allhands.cluster.agent import enter_directory
 from allhands.cluster.hosts import Host, below_home
 from allhands.errors import AllhandsError, DataError
+from allhands.io.terminal import say
 from allhands.observe.monitor import Follower, Sample, decode_sample
+from allhands.observe.monitor.samples import in_order, no_samples, require_run
 
-_PATIENCE_S = 20.0
+_PATIENCE_S = 20.0  # seconds that computers have to answer
+_WAIT_S = 0.1
 _LOOK_S = 0.5
 _END_S = 2.0
+NewSamples = Callable[[], list[Sample]]
 
 
-class RemoteSamples:
-    """Samples from the other computers of a run; a context manager that ends its connections.
+@contextmanager
+def run_samples(
+    hosts: Sequence[Host], run: Path, *, follow: bool = True
+) -> Generator[tuple[list[Sample], NewSamples]]:
+    """Yield the first samples of a run, here and on other computers, and a function that returns
+    new ones in order; end the connections afterwards.
+
+    The first samples are there when every computer has answered, or the time for it is over.
+    Computers that have not answered are told in a warning.
 
     Args:
-        hosts: the computers of the run; those that need no ssh are left out.
+        hosts: the computers of the run; empty: only this one.
         run: the run's directory, the same on all computers.
         follow: whether to wait for more samples after the present ones.
+
+    Raises:
+        DataError: there are no samples, or there is no run.
     """
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    follower = Follower(run)
+    with ExitStack() as stack:
+        streams = [
+            stack.enter_context(closing(_MonitorStream(host, run, follow, lines)))
+            for host in hosts
+            if host.ssh is not None
+        ]
 
-    def __init__(self, hosts: Sequence[Host], run: Path, *, follow: bool = True) -> None:
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._streams: list[_MonitorStream] = []
-        self._hosts = [host for host in hosts if host.ssh is not None]
-        self._run = run
-        self._follow = follow
-
-    def __enter__(self) -> Self:
-        try:
-            for host in self._hosts:
-                self._streams.append(_MonitorStream(host, self._run, self._follow, self._lines))
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def samples(self) -> list[Sample]:
-        """Return the samples that are new since the last call; without ``follow``, wait for all."""
-        if not self._follow:
-            for stream in self._streams:
+        def new() -> list[Sample]:
+            found = follower.samples()
+            for stream in () if follow else streams:
                 stream.wait(_PATIENCE_S)
-        found: list[Sample] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                sample = decode_sample(self._lines.get_nowait().decode("utf-8", errors="replace"))
-                found += [sample] if sample else []
-        return found
+            with suppress(queue.Empty):
+                while True:
+                    line = lines.get_nowait().decode("utf-8", errors="replace")
+                    found += [sample] if (sample := decode_sample(line)) else []
+            return in_order(found)
 
-    def pending(self) -> bool:
-        """Return whether there is a computer that has neither sent anything yet nor failed."""
-        return any(stream.pending() for stream in self._streams)
+        if not hosts:
+            require_run(run)
+        yield _first(run, streams, new), new
 
-    def complaints(self) -> list[str]:
-        """Return a line for each computer that has failed to answer, with the reason."""
-        return [reason for stream in self._streams if (reason := stream.complaint())]
 
-    def close(self) -> None:
-        """End every connection."""
-        for stream in self._streams:
-            stream.close()
+def _first(run: Path, streams: Sequence[_MonitorStream], new: NewSamples) -> list[Sample]:
+    samples = new()
+    deadline = time.monotonic() + _PATIENCE_S
+    while any(stream.pending() for stream in streams) and time.monotonic() < deadline:
+        time.sleep(_WAIT_S)
+        samples += new()
+    samples = in_order([*samples, *new()])
+    reasons = [reason for stream in streams if (reason := stream.complaint())]
+    if not samples:
+        raise no_samples(run, "".join(f"; {reason}" for reason in reasons))
+    for reason in reasons:
+        say(f"warning: not asked: {reason}")
+    return samples
 
 
 class _MonitorStream:
@@ -128,7 +136,7 @@ class _MonitorStream:
 
     def close(self) -> None:
         """End the connection; the program on the other computer notices this and ends."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if self._process.stdin:
                 self._process.stdin.close()
         try:
@@ -143,7 +151,7 @@ class _MonitorStream:
 
     def _read(self, lines: queue.SimpleQueue[bytes]) -> None:
         assert self._process.stdout is not None
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             for line in self._process.stdout:
                 lines.put(line)
                 self._told = True
@@ -162,7 +170,7 @@ def main(arguments: Sequence[str]) -> int:
     if not lines:
         print(f"no process of a run has left samples in {Path(run).absolute()}", file=sys.stderr)
         return DataError.exit_code
-    with contextlib.suppress(BrokenPipeError):
+    with suppress(BrokenPipeError):
         while True:
             sys.stdout.writelines(f"{line}\n" for line in lines)
             sys.stdout.flush()

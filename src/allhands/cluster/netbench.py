@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import cast
 
 from allhands.cluster.attempt import Attempt
-from allhands.cluster.candidates import Backend, facts_of, table_choice
+from allhands.cluster.candidates import candidates, facts_of, table_choice
 from allhands.cluster.connection import HostError
 from allhands.cluster.figures import SIZES, Failure, Figures, Measurement
-from allhands.cluster.hosts import Host
+from allhands.cluster.hosts import Backend, Host, hosts_named
 from allhands.cluster.mpi import require_mpi
 from allhands.cluster.outcome import Fault
-from allhands.cluster.ranks import LaunchSpec, Place, fair_share
+from allhands.cluster.ranks import LaunchSpec, Place, fair_share, require_cores
 from allhands.cluster.supervisor import Workroom, workroom
 from allhands.errors import AllhandsError, ConfigError, DistributedError
 from allhands.io.files import make_directory
@@ -56,6 +56,54 @@ class BenchOptions:
     connect_s: float = 20.0
     cores_per_rank: int | None = None
     progress: Callable[[str], None] | None = field(default=None, compare=False)
+
+
+def measured_hosts(
+    hostfile: str | None, hosts: str | None, num_ranks: int | None
+) -> tuple[Host, ...]:
+    """Return the computers that the options name; without any, this one with two ranks.
+
+    Raises:
+        ConfigError: options contradict each other, name no computer, or ask for too many processes
+            on this computer.
+    """
+    named = hosts_named(hosts, hostfile)
+    if named and num_ranks:
+        raise ConfigError(
+            "-n is for this computer alone",
+            code="options-conflict",
+            where="-n",
+            hint="write slots: --hosts node1:2,node2:2",
+        )
+    if named:
+        return named
+    require_cores(num_ranks or 2)
+    return (Host("this computer", slots=num_ranks or 2),)
+
+
+def measure_each(
+    hosts: Sequence[Host], backend: str, options: BenchOptions, tell: Callable[[str], None]
+) -> list[Measurement]:
+    """Measure a back-end; for ``"all"`` each possible one, in the order of preference.
+
+    Args:
+        tell: called with the error of one back-end of several.
+
+    Raises:
+        AllhandsError: as :func:`measure`, if there is only one back-end.
+    """
+    names = [backend]
+    if backend == "all":
+        names = [one.backend for one in candidates(facts_of(hosts, ask=True)) if one.possible]
+    found: list[Measurement] = []
+    for name in names:
+        try:
+            found.append(measure(hosts, name, options))
+        except AllhandsError as error:
+            if len(names) == 1:
+                raise
+            tell(f"allhands: {name}: {error}")
+    return found
 
 
 def measure(

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from allhands.cluster.hosts import HERE, Host
+from allhands.cluster.hosts import HERE, Backend, Host
+from allhands.errors import ConfigError
 from allhands.runtime.blas import allowed_cores
 
 # What a rank is doing. A rank in "reduce" waits for others, so it is not the cause of a hang.
@@ -24,6 +25,7 @@ Phase = Literal["start", "first", "load", "compute", "reduce", "update", "valida
 # used in the data, or 1.
 ATTEST_VARIABLE = "ALLHANDS_ATTEST"
 TRIAL_VARIABLE = "ALLHANDS_TRIAL"
+RANKS_A_CORE = 8  # most ranks for each core, for trying many ranks on a small computer
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,36 @@ class Place:
     host: Host = HERE
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankSettings:
+    """Settings of the ranks of a job.
+
+    Attributes:
+        cores_per_rank: cores of each rank; ``None``: ranks have no cores of their own or, on
+            several computers, the agent divides the cores of its computer.
+        env: variables that are added to the supervisor's environment.
+        start_deadline_s: the job fails if a rank has not reported its start after this time.
+        stop_grace_s: time that ranks have after the first Ctrl-C to save and end.
+        finish_grace_s: time that the other ranks have to end after one has ended without an error.
+        hang_timeout_s: seconds without a heartbeat that count as a hang; ``None``: a limit that
+            follows from the measured steps.
+        weights: relative speed of every rank, if they differ.
+        keep_logs: if false, other computers remove their logs when their ranks have ended without
+            an error.
+    """
+
+    cores_per_rank: int | None = None
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    start_deadline_s: float = 600.0
+    stop_grace_s: float = 60.0
+    finish_grace_s: float = 60.0
+    hang_timeout_s: float | None = None
+    weights: tuple[float, ...] | None = None
+    keep_logs: bool = True
+
+
 @dataclass(frozen=True)
-class LaunchSpec:
+class LaunchSpec(RankSettings):
     """What to start: ``num_processes`` ranks that run ``command``, on this computer or on those of
     ``places``.
 
@@ -44,42 +74,39 @@ class LaunchSpec:
     ``log_dir/rank-N.log``.
 
     Attributes:
-        cores_per_rank: cores of each rank; ``None``: ranks have no cores of their own or, with
-            ``places``, the agent divides the cores of its computer.
-        env: variables that are added to the supervisor's environment.
-        start_deadline_s: the job fails if a rank has not reported its start after this time.
-        stop_grace_s: time that ranks have after the first Ctrl-C to save and end.
-        finish_grace_s: time that the other ranks have to end after one has ended without an error.
-        hang_timeout_s: seconds without a heartbeat that count as a hang; ``None``: a limit that
-            follows from the measured steps.
         places: the computers in the order of their ranks; empty: all ranks run on this computer.
-        weights: relative speed of every rank, if they differ.
         tag_output: all ranks write to their logs, and each line is also shown on the screen, with
             its rank before it.
         log_dir_there: ``log_dir`` on other computers; ``None``: the same; empty: they keep no logs.
-        keep_logs: if false, other computers remove ``log_dir`` when their ranks have ended without
-            an error.
         rdma: for JACCL, for each computer its devices to all computers, in their order.
         examine: the command that finds faults of the computers of ``places``.
     """
 
     command: Sequence[str]
     num_processes: int
-    backend: Literal["ring", "mpi", "nccl", "jaccl"]
+    backend: Backend
     log_dir: Path
-    cores_per_rank: int | None = None
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
-    start_deadline_s: float = 600.0
-    stop_grace_s: float = 60.0
-    finish_grace_s: float = 60.0
-    hang_timeout_s: float | None = None
     places: tuple[Place, ...] = ()
-    weights: tuple[float, ...] | None = None
     tag_output: bool = False
     log_dir_there: str | None = None
-    keep_logs: bool = True
     rdma: Sequence[Sequence[Any]] | None = None
     examine: str | None = None
+
+
+def require_cores(num_ranks: int) -> None:
+    """Refuse more processes than this computer can run in reasonable time.
+
+    Raises:
+        ConfigError: there are more than :data:`RANKS_A_CORE` processes for each core.
+    """
+    cores = allowed_cores()
+    if num_ranks > RANKS_A_CORE * cores:
+        raise ConfigError(
+            f"{num_ranks} processes on {cores} core{'s' * (cores > 1)}: they would only wait for each other",
+            code="cores-too-few",
+            where="-n",
+            hint=f"-n {cores} gives each a core of its own; {RANKS_A_CORE * cores} at most are started here",
+        )
 
 
 def fair_share(num_ranks: int) -> int | None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +14,22 @@ from allhands.infer.generate import load_for_generation
 from allhands.model.sources import first_line
 
 
-@dataclass(frozen=True)
-class Harness:
-    """A measurement; ``limit``: examples of each task, ``num_shots``: examples shown (``None``: the
-    task's).
-    """
-
-    model: str
-    adapter_path: Path | None
-    batch_size: int
-    limit: int | None
-    num_shots: int | None
-    trust_remote_code: bool
-
-
-def run_harness(harness: Harness, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+def run_harness(
+    tasks: Sequence[str],
+    model: str,
+    adapter_path: Path | None,
+    *,
+    batch_size: int,
+    limit: int | None,
+    num_shots: int | None,
+    trust_remote_code: bool,
+) -> dict[str, dict[str, Any]]:
     """Results by task, as lm-evaluation-harness names them. It has to be installed.
 
     Args:
         tasks: names, or YAML files that describe tasks as its own do.
+        limit: examples of each task; ``None``: all.
+        num_shots: examples shown in each prompt; ``None``: the task's number.
 
     Raises:
         ConfigError: it cannot be imported, or there is no such task or file.
@@ -64,9 +60,7 @@ def run_harness(harness: Harness, tasks: Sequence[str]) -> dict[str, dict[str, A
             where="--tasks",
             hint="`lm-eval ls tasks` lists those there are",
         )
-    loaded = load_for_generation(
-        harness.model, harness.adapter_path, trust_remote_code=harness.trust_remote_code
-    )
+    loaded = load_for_generation(model, adapter_path, trust_remote_code=trust_remote_code)
 
     class Loaded(MLXLM):
         """mlx_lm's adapter, with the model that we have loaded in place of one that it loads."""
@@ -76,19 +70,19 @@ def run_harness(harness: Harness, tasks: Sequence[str]) -> dict[str, dict[str, A
             self._model: Any = loaded.model
             self.tokenizer = loaded.tokenizer
             self._max_tokens = None
-            self._batch_size = harness.batch_size
+            self._batch_size = batch_size
             self.use_chat_template = getattr(loaded.tokenizer, "chat_template", None) is not None
             self._sampler = None
 
-    model = Loaded()
+    taken = Loaded()
     try:
         found: Any = lm_eval.simple_evaluate(
-            model=model,
+            model=taken,
             tasks=list(tasks),
             task_manager=manager,
-            num_fewshot=harness.num_shots,
-            limit=harness.limit,
-            apply_chat_template=model.use_chat_template,
+            num_fewshot=num_shots,
+            limit=limit,
+            apply_chat_template=taken.use_chat_template,
         )
     except OSError as error:  # as which the datasets library tells all that has to do with the Hub
         raise DataError(

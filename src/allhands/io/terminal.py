@@ -289,6 +289,11 @@ def tell(text: str, stream: TextIO | None = None) -> None:
     print(fitted_to(out.fileno(), text) if is_read_live(out) else text, file=out, flush=True)
 
 
+def say(text: str) -> None:
+    """Print ``text``, a message of allhands itself, on standard error."""
+    tell(f"allhands: {text}")
+
+
 def fitted_to(file: int, text: str) -> str:
     """Return ``text`` :func:`fitted` to the terminal of this file descriptor; unchanged if it is no
     terminal.

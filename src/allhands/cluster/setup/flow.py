@@ -57,11 +57,11 @@ class SetUp:
 
     def _agreed(self, title: str, steps: Sequence[Step], question: str) -> bool:
         """Show steps, and tell if they may be run."""
-        self._person.show(title, steps)
-        self.report.shown += steps if self._only_shows else []
-        return not self._only_shows and (
-            self._wishes.mode == "yes" or self._person.agrees(question)
-        )
+        if self._only_shows:
+            self.report.shown += steps
+            return False
+        self._person.tell("\n".join((title, *plan.listed(steps, "  "))))
+        return self._wishes.mode == "yes" or self._person.agrees(question)
 
     def _refuse(self, outcome: SetupOutcome, message: str, hint: str) -> None:
         """Note that a computer's steps are only shown, or that the person refuses them."""
@@ -82,14 +82,12 @@ class SetUp:
             for outcome in outcomes:
                 outcome.fail(error.message, error.hint or "")
             return False
-        for outcome in outcomes:
-            outcome.done += [step.why for step in steps if step.changes]
         return True
 
     # --- access -----------------------------------------------------------------------------------
 
     def _gain_access(self) -> None:
-        self._person.looks("which computers can be reached")
+        self._person.tell("looking: which computers can be reached")
         waiting = [outcome for outcome in self.report.outcomes if outcome.host.ssh is not None]
         for _ in range(_ROUNDS):
             found = dict(
@@ -168,7 +166,7 @@ class SetUp:
     # --- environments -----------------------------------------------------------------------------
 
     def _survey(self) -> None:
-        self._person.looks("what each of them has")
+        self._person.tell("looking: what each of them has")
 
         def ask(outcome: SetupOutcome) -> None:
             more = [path for path in (self._wishes.candidates.get(outcome.name),) if path]
@@ -225,7 +223,7 @@ class SetUp:
         source = self._wanted.source
         if not source.made_by or source.wheel is None:
             return source
-        self._person.looks("what runs here, to pack it")
+        self._person.tell("looking: what runs here, to pack it")
         own = find_source(self._wishes.origin, scratch)
         try:
             self._run_steps(

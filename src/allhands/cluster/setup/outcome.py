@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,14 +51,8 @@ class Person(Protocol):
     def begins(self, step: Step) -> None:
         """Announce a step that begins; may be called from several threads."""
 
-    def looks(self, what: str) -> None:
-        """Announce a search that begins."""
-
     def tell(self, text: str) -> None:
-        """Print a message."""
-
-    def show(self, title: str, steps: Sequence[Step]) -> None:
-        """Print commands that would be run."""
+        """Print a message; may be called from several threads."""
 
     def agrees(self, question: str) -> bool:
         """Ask a question."""
@@ -75,7 +68,6 @@ class SetupOutcome:
         python: the interpreter to use there.
         unused: options for a new environment, where a fitting one exists.
         choice: its address.
-        done: the steps that were run.
         trouble: the reason why it cannot be used; ``hint`` is the remedy.
         pending: true if steps that were only shown would remove the trouble.
     """
@@ -86,7 +78,6 @@ class SetupOutcome:
     python: str | None = None
     unused: tuple[str, ...] = ()
     choice: NetworkChoice | None = None
-    done: list[str] = field(default_factory=list[str])
     trouble: str | None = None
     hint: str = ""
     pending: bool = False
@@ -152,20 +143,20 @@ class SetupReport:
         return [name for name in self.hosts if name not in good]
 
 
-def hosts_of(text: str) -> list[tuple[str, Host]]:
-    """Parse names that are separated by commas; return each with its computer.
+def names_of(text: str) -> list[str]:
+    """Return the names of computers in a text that separates them by commas.
 
     Raises:
         ConfigError: one of them is no name, or is given twice.
     """
     names = [name.strip() for name in text.split(",")]
-    found = [(name, host_from_name(name, "--hosts")) for name in names]
-    for one, other in itertools.combinations(found, 2):
-        if one[1].ssh == other[1].ssh:
+    targets = [host_from_name(name, "--hosts").ssh for name in names]
+    for place, target in enumerate(targets):
+        if (first := targets.index(target)) < place:
             raise ConfigError(
-                f"{one[0]} and {other[0]} are the same computer",
+                f"{names[first]} and {names[place]} are the same computer",
                 code="host-given-twice",
                 where="--hosts",
                 hint="name it once",
             )
-    return found
+    return names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote
@@ -62,6 +62,11 @@ class Step:
     terminal: bool = False
     timeout_s: float = _SHORT_S
 
+    @property
+    def title(self) -> str:
+        """Its computer, if it is for one, and its purpose."""
+        return f"{self.host}: {self.why}" if self.host else self.why
+
 
 def shown(step: Step) -> str:
     """Return the command as a line to copy into a shell of this computer.
@@ -70,6 +75,11 @@ def shown(step: Step) -> str:
     """
     words = step.argv if step.ssh is None else (*ssh.program(), step.ssh, shlex.join(step.argv))
     return shlex.join(words) + (f" < {shlex.quote(str(step.feed))}" if step.feed else "")
+
+
+def listed(steps: Iterable[Step], margin: str = "") -> list[str]:
+    """Return lines with commands to copy, each below a comment with its purpose."""
+    return [f"{margin}{line}" for step in steps for line in (f"# {step.title}", shown(step))]
 
 
 # --- access ---------------------------------------------------------------------------------------

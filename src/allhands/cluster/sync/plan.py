@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +59,12 @@ class SyncPlan:
 
     Attributes:
         notes: files that were left out, and why.
+        by_host: the files of a host by its name, if it does not get all.
     """
 
     files: tuple[FoundFile, ...]
     notes: tuple[str, ...]
+    by_host: Mapping[str, Sequence[FoundFile]] = field(default_factory=dict[str, list[FoundFile]])
 
 
 def make_plan(words: Sequence[str]) -> SyncPlan:

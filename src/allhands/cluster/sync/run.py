@@ -27,7 +27,7 @@ from allhands.cluster.probes.files import (
     staged_name,
 )
 from allhands.cluster.sync.member import RETRY, Member
-from allhands.cluster.sync.plan import FoundFile, SyncPlan, environment_of
+from allhands.cluster.sync.plan import SyncPlan, environment_of
 from allhands.cluster.sync.state import SyncOptions, SyncState
 from allhands.errors import AllhandsError, ConfigError, DataError, DistributedError
 
@@ -46,7 +46,6 @@ _SENT = re.compile(
 
 
 Show = Callable[[SyncState], None]
-Wanted = Mapping[str, Collection[FoundFile]]
 Sender = Member | None  # ``None``: this computer
 
 
@@ -55,7 +54,6 @@ def synchronise(
     hosts: Sequence[Host],
     options: SyncOptions,
     show: Show = lambda state: None,
-    wanted: Wanted | None = None,
 ) -> SyncState:
     """Copy the files of the plan to every host that is not this computer.
 
@@ -64,7 +62,6 @@ def synchronise(
 
     Args:
         show: called several times a second.
-        wanted: the files of each host by its name; ``None``: all get all.
 
     Raises:
         ConfigError: there is no host to copy to, or no rsync here.
@@ -83,7 +80,7 @@ def synchronise(
             code="rsync-missing",
             hint=install_command("rsync") or _BY_HAND,
         )
-    run = _SyncRun(plan, others, options, show, wanted or {})
+    run = _SyncRun(plan, others, options, show)
     try:
         return run.run()
     finally:
@@ -97,14 +94,13 @@ class _SyncRun:
         hosts: Sequence[Host],
         options: SyncOptions,
         show: Show,
-        wanted: Wanted,
     ) -> None:
         self._files, self._options, self._show = plan.files, options, show
         self._began = time.monotonic()
         self._roots = list(dict.fromkeys(file.root for file in plan.files))
         numbers = {file: number for number, file in enumerate(plan.files)}
         self._members = [
-            Member(host, [numbers[one] for one in wanted.get(host.name, plan.files)])
+            Member(host, [numbers[one] for one in plan.by_host.get(host.name, plan.files)])
             for host in hosts
         ]
         names = tuple(str(file.path) for file in plan.files)

@@ -7,13 +7,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import dropwhile
 
 from allhands.cluster.hosts import is_here
-from allhands.cluster.supervisor import SupervisorEvent
+from allhands.cluster.job import TrainingJob
 from allhands.errors import ConfigError, DataError, ModelError
-from allhands.io.terminal import is_screen, tell
+from allhands.io.terminal import is_screen, say, tell
+from allhands.observe.journal import SupervisorEvent
 
 _PLAIN = ("retrying", "cancelling", "waiting", "restarting", "left out", "regrouping", "given up")
 _OF_FILES = ("DataError:", "ModelError:")
@@ -28,47 +28,25 @@ _OWN_LINES = re.compile(
 )
 
 
-def say(text: str) -> None:
-    """Print ``text``, a message of allhands itself."""
-    tell(f"allhands: {text}")
-
-
-@dataclass
 class Notices:
     """Messages about the supervisor's events; the supervisor calls ``show`` with each event.
 
-    Attributes:
-        memory_hint: remedy if memory was short.
+    Args:
         way_on: returns words on how to go on after a fault or a stop; ``None``: there is no
             checkpoint.
-        stop_grace_s: seconds that ranks have to save and end.
-        ranks_tell: True if rank 0 itself reports the end of a stopped run.
-        tagged: True if the lines of all ranks are on the screen.
-        places: True: print the computers of the ranks, and their addresses.
-        sync: command that copies model and data to a computer without them; ``None``: there is
-            none.
-        codes: True if the code of an error comes before its message.
     """
 
-    memory_hint: str
-    way_on: Callable[[], str | None]
-    stop_grace_s: float
-    ranks_tell: bool
-    tagged: bool = False
-    places: bool = False
-    sync: str | None = None
-    codes: bool = False
-    _launched: bool = False
-    _cancelled: bool = False
-    _stop_began: float = float("inf")
-    _killed: str | None = None
-    _wrong_input: bool = False
+    def __init__(self, job: TrainingJob, way_on: Callable[[], str | None]) -> None:
+        self._job, self._way_on, self._tagged = job, way_on, job.tagged
+        self._launched = self._cancelled = self._wrong_input = False
+        self._stop_began = float("inf")
+        self._killed: str | None = None
 
     def show(self, event: SupervisorEvent) -> None:
         """Print a message about the event, or keep it for a later event."""
         if event.kind == "launched":
             self._launched = True
-            if self.places:
+            if self._job.hostfile:
                 say(event.message)
         elif event.kind in ("stopping", "cancelling"):
             self._stop_began = time.monotonic()
@@ -98,7 +76,7 @@ class Notices:
 
     def _elsewhere(self, event: SupervisorEvent) -> str | None:
         """Return the name of the event's computer, if it is another computer."""
-        return event.host if self.places and event.host and not is_here(event.host) else None
+        return event.host if self._job.hostfile and event.host and not is_here(event.host) else None
 
     def _show_cause(self, event: SupervisorEvent) -> None:
         """Print the cause of a "fault", after which the job goes on, or of "failed", which ends it."""
@@ -106,7 +84,7 @@ class Notices:
         if event.explanation:
             # Only an error that the rank itself has recorded lacks the place.
             host = self._elsewhere(event) if event.error else None
-            code = f"[{event.code}] " if self.codes and event.code else ""
+            code = f"[{event.code}] " if self._job.verbose and event.code else ""
             say(
                 f"{title}{code}{f'on {host} (rank {event.rank}): ' if host else ''}{event.explanation}"
             )
@@ -119,25 +97,25 @@ class Notices:
             return
         if killed:
             certain = "(out of memory)" in event.message
-            hint = f"{'' if certain else 'if memory was short, '}{self.memory_hint}"
+            hint = f"{'' if certain else 'if memory was short, '}{self._job.memory_hint}"
             tell(f"  what to do: {hint}")
-        if way := self.way_on():
+        if way := self._way_on():
             tell(f"  {way}")
 
     def _show_tail(self, event: SupervisorEvent, tail: tuple[str, ...]) -> None:
         # The output of rank 0, or of all ranks, is on the screen already.
-        if event.rank and not self.tagged and (lines := telling(tail)):
+        if event.rank and not self._tagged and (lines := telling(tail)):
             print(f"last lines of rank {event.rank}:", *lines, sep="\n  ", file=sys.stderr)
 
     def _show_sync(self, host: str | None, error: str | None) -> None:
         """Print the command that brings a missing file to a computer."""
-        if host and self.sync and (error or "").startswith(_OF_FILES):
-            tell(f"  if {host} has no copy, or an old one: {self.sync}")
+        if host and self._job.sync and (error or "").startswith(_OF_FILES):
+            tell(f"  if {host} has no copy, or an old one: {self._job.sync}")
 
     def _why_killed(self) -> str:
-        late = time.monotonic() - self._stop_began >= self.stop_grace_s
+        late = time.monotonic() - self._stop_began >= self._job.stop_grace_s
         why = (
-            f"not ended within {self.stop_grace_s:g} s (--stop-grace-s)"
+            f"not ended within {self._job.stop_grace_s:g} s (--stop-grace-s)"
             if late
             else "ended at once"
         )
@@ -145,13 +123,13 @@ class Notices:
 
     def _show_stop(self) -> None:
         """Print the last line after a stop, unless a rank has printed it."""
-        way = self.way_on()
+        way = self._way_on()
         if self._killed:
             self._leave_the_line()
             say(self._killed)
-            if way is None and self.ranks_tell:
+            if way is None and self._job.resumes:
                 way = "there is no checkpoint to go on from"
-        elif way and not (self._cancelled or self.ranks_tell):
+        elif way and not (self._cancelled or self._job.resumes):
             self._leave_the_line()
             say("stopped")
         elif not self._cancelled:
@@ -161,7 +139,7 @@ class Notices:
 
     def _leave_the_line(self) -> None:
         """Begin a new line after an unfinished progress display."""
-        if is_screen(sys.stderr) and not self.tagged:
+        if is_screen(sys.stderr) and not self._tagged:
             print(file=sys.stderr)
 
 

@@ -1,74 +1,95 @@
-"""``allhands cluster sync --stages``: copy to each computer only the weight files of its stages."""
+"""The files that a sync shall copy: those of the options, and with ``--stages`` only the weight files
+of each computer's stages.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from allhands.cli.parser import refuse_idle
-from allhands.config.schema import TrainConfig, build_config
+from allhands.cluster.hosts import Host
+from allhands.cluster.sync.plan import FoundFile, SyncPlan, make_plan
+from allhands.config.schema import build_config
 from allhands.distributed.mesh import Mesh
-from allhands.errors import ConfigError
+from allhands.errors import ConfigError, DataError
 from allhands.io.files import write_whole
 from allhands.io.formatting import counted
+from allhands.io.terminal import say
 from allhands.model.weight_files import LIST_FILE, names_by_file, needed, present
 from allhands.runtime.blas import cache_dir
 from allhands.runtime.without_torch import leave_torch_out
 
-if TYPE_CHECKING:
-    from allhands.cluster.hosts import Host
-    from allhands.cluster.sync.plan import FoundFile, SyncPlan
+
+def plan_of(
+    paths: Sequence[str],
+    model: str | None,
+    data: str | None,
+    pipeline: Mapping[str, Any] | None,
+    hosts: Sequence[Host],
+) -> SyncPlan:
+    """List the files to copy; a model that is not a directory is fetched to the cache first.
+
+    Args:
+        paths: further files and directories.
+        pipeline: options of a training that divide the model's blocks; ``None``: every host gets
+            all files.
+
+    Raises:
+        AllhandsError: a file does not exist, or the model cannot be divided in this way.
+    """
+    words = list(paths)
+    if model is not None:
+        model = _directory_of(model)
+        words.append(model)
+    if data is not None and data != "demo":  # the demo data are part of allhands
+        if not Path(os.path.expanduser(data)).exists():
+            raise DataError(  # training raises the same error
+                "the data folder does not exist",
+                code="data-missing",
+                where=data,
+                hint="check --data; nothing has been sent",
+            )
+        words.append(data)
+    plan = make_plan(words)
+    if pipeline is None or model is None:
+        return plan
+    return _plan_stages(plan, Path(model), pipeline, hosts)
 
 
-@dataclass(frozen=True)
-class StagesWanted:
-    """The pipeline for which the files are copied; its fields are options of a training."""
-
-    pp_split: str = "auto"
-    pp_schedule: str = "1f1b"
-    pp: int | None = None
-
-    def config(self) -> TrainConfig:
-        """Return the configuration of a training with this pipeline."""
-        return build_config({"strategy": "pipeline", **asdict(self)})
-
-
-def plan_stages(
-    plan: SyncPlan, model: Path, wanted: StagesWanted, hosts: Sequence[Host]
-) -> tuple[SyncPlan, dict[str, list[FoundFile]]]:
+def _plan_stages(
+    plan: SyncPlan, model: Path, options: Mapping[str, Any], hosts: Sequence[Host]
+) -> SyncPlan:
     """Divide the weight files of ``model`` among the hosts; each gets only the files of its stages.
-
-    Returns:
-        The plan with notes on this, and the files for each host by its name.
 
     Raises:
         AllhandsError: the model cannot be divided in this way.
     """
     model = Path(os.path.abspath(model.expanduser()))
     names = names_by_file(model)
-    needs = _needs(model, names, wanted, hosts)
+    needs = _needs(model, names, options, hosts)
     weights = [file for file in plan.files if file.path.parent == model and file.path.name in names]
     others = [file for file in plan.files if file not in weights and file.path != model / LIST_FILE]
     if any(len(files) < len(names) for files in needs.values()):
         others.append(_list_of(model, weights[0]))
-    notes = [
-        f"{host}: {len(files)} of {counted(len(names), 'file')} of weights, for {_joined(files.values())}"
-        for host, files in needs.items()
-    ]
-    files = {
+    notes: list[str] = []
+    for host, own in needs.items():
+        parts = "; ".join(dict.fromkeys(map(", ".join, own.values())))
+        notes.append(f"{host}: {len(own)} of {counted(len(names), 'file')} of weights, for {parts}")
+    by_host = {
         host: [*others, *(file for file in weights if file.path.name in own)]
         for host, own in needs.items()
     }
-    return replace(plan, files=(*others, *weights), notes=(*plan.notes, *notes)), files
+    return SyncPlan((*others, *weights), (*plan.notes, *notes), by_host)
 
 
 def _needs(
-    model: Path, names: Mapping[str, list[str]], wanted: StagesWanted, hosts: Sequence[Host]
+    model: Path, names: Mapping[str, list[str]], options: Mapping[str, Any], hosts: Sequence[Host]
 ) -> dict[str, dict[str, list[str]]]:
     """Return the weight files of each host's stages, and the parts of the model that need each
     file.
@@ -81,7 +102,7 @@ def _needs(
 
     built, _ = build(model, trust_remote_code=False)
     check_cut(built)
-    config = wanted.config()
+    config = build_config({"strategy": "pipeline", **options})
     mesh = piped(config, Mesh(size=sum(host.slots for host in hosts)))
     split = split_given(config, len(cast("Any", built).layers), mesh.pipe)
     if not split:
@@ -94,14 +115,11 @@ def _needs(
         )
     stages = blocks_of_stages(split)
     found: dict[str, dict[str, list[str]]] = {}
-    rank = 0
+    ranks = itertools.count()
     for host in hosts:
-        ranks = range(rank, rank + host.slots)
-        parts = [
-            part for each in ranks for part in stages[mesh.coordinates(each).pipe :: mesh.pipe]
-        ]
+        places = [mesh.coordinates(rank).pipe for rank in itertools.islice(ranks, host.slots)]
+        parts = [part for place in places for part in stages[place :: mesh.pipe]]
         found[host.name] = needed(names, parts)
-        rank += host.slots
     return found
 
 
@@ -124,35 +142,11 @@ def _list_of(model: Path, beside: FoundFile) -> FoundFile:
     return replace(beside, path=path, parts=(*beside.parts[:-1], LIST_FILE))
 
 
-def _joined(what: Any) -> str:
-    return "; ".join(dict.fromkeys(", ".join(each) for each in what))
+def _directory_of(model: str) -> str:
+    """Return the directory of a model; a model of another name is fetched to the cache first."""
+    if model != "demo" and Path(os.path.expanduser(model)).is_dir():
+        return model
+    leave_torch_out()
+    from allhands.model.sources import resolve
 
-
-def wanted_stages(
-    stages: bool, pp_split: str | None, content: Mapping[str, Any], model: str | None
-) -> StagesWanted | None:
-    """Return the requested pipeline; ``None``: every host gets all files.
-
-    Args:
-        stages: True if ``--stages`` is given.
-        content: the configuration file.
-
-    Raises:
-        ConfigError: an option has no effect, or there is no model.
-    """
-    if not stages:
-        refuse_idle({"--pp-split": pp_split}, "without --stages", "add it")
-        return None
-    if model is None:
-        raise ConfigError(
-            "there is no model to divide",
-            code="option-missing",
-            where="--stages",
-            hint="add --model",
-        )
-    given = {
-        name: content[name]
-        for name in ("pp", "pp_split", "pp_schedule")
-        if content.get(name) is not None
-    }
-    return replace(StagesWanted(**given), **({} if pp_split is None else {"pp_split": pp_split}))
+    return str(resolve(model, report=say).absolute())
