@@ -45,7 +45,7 @@ from allhands.cluster.environment import has_cuda, recognise
 from allhands.cluster.node import run_node
 from allhands.cluster.patience import Patience
 from allhands.cluster.place import LaunchPlace, below
-from allhands.cluster.platforms import from_bucket
+from allhands.cluster.platforms.vertex import from_bucket
 from allhands.cluster.ranks import LaunchSpec
 from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import AllhandsError, ConfigError, DistributedError

@@ -24,7 +24,7 @@ _USUAL_KILL_WAIT_S = 30.0
 _CONFIGURATION = "/etc/slurm/slurm.conf"
 
 
-def slurm(given: Given) -> LaunchPlace | None:
+def launch(given: Given) -> LaunchPlace | None:
     """Recognise a rank started by srun.
 
     A batch script or an interactive shell is not a rank, although ``SLURM_PROCID`` is set there: it
@@ -155,7 +155,7 @@ def _expand_item(item: str) -> list[str]:
     return [prefix + number + tail for number in numbers for tail in _expand_item(rest)]
 
 
-def slurm_platform(given: Given) -> Platform | None:
+def platform(given: Given) -> Platform | None:
     """Return the deadlines and the requeue command of a Slurm job; ``None`` outside one.
 
     This is for ranks of any launcher.
