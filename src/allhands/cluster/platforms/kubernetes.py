@@ -33,32 +33,31 @@ def indexed_job(given: Given) -> LaunchPlace | None:
     Kubernetes tells neither kind of pod how many pods there are, so a variable must say it.
     """
     sized = given.first("ALLHANDS_NUM_NODES", "WORLD_SIZE", "NUM_NODES")
-    if "JOB_COMPLETION_INDEX" in given.env:
-        source = "JOB_COMPLETION_INDEX"
-        index = given.number(source)
-        if sized is None:
-            raise DistributedError(
-                "JOB_COMPLETION_INDEX is set, but nothing says how many pods train together",
-                code="world-size-unknown",
-                hint="set ALLHANDS_NUM_NODES to the job's completions, or to 1 if each pod trains by itself",
-            )
-    elif sized == "ALLHANDS_NUM_NODES":
-        source = "HOSTNAME"
-        index = _ordinal(given) if given.number(sized) != 1 else 0
-    else:
+    indexed = "JOB_COMPLETION_INDEX" in given.env
+    if not indexed and sized != "ALLHANDS_NUM_NODES":
         return None
+    if sized is None:
+        raise DistributedError(
+            "JOB_COMPLETION_INDEX is set, but nothing says how many pods train together",
+            code="world-size-unknown",
+            hint="set ALLHANDS_NUM_NODES to the job's completions, or to 1 if each pod trains by itself",
+        )
     size = given.number(sized)
     if size == 1:
         alone = LaunchPlace(reason=f"a process by itself: {sized}=1")
         return one_of_nodes(given, alone, meeting_at(LOOPBACK, USUAL_PORT, ""))
-    reason = f"{source}={given.env.get(source, '')}, {sized}={size}"
+    source = "JOB_COMPLETION_INDEX" if indexed else "HOSTNAME"
+    index = given.number(source) if indexed else _ordinal(given)
+    reason = f"{given.shown(source)}, {sized}={size}"
     if not 0 <= index < size:
         raise contradiction("kubernetes", reason)
     first, hosts, fact = _peers(given, index, size)
     return one_of_nodes(
         given,
         LaunchPlace(
-            *("kubernetes", index, size),
+            "kubernetes",
+            index,
+            size,
             reason=f"computer {index} of {size}: {reason}",
             hosts=hosts,
             facts=(fact,),

@@ -34,11 +34,29 @@ _GRACE_S = 120.0
 def launch(given: Given) -> LaunchPlace | None:
     """Recognise the one process that SageMaker starts on each computer of a training job.
 
-    If MLX has CUDA, ``SM_NUM_GPUS`` of SageMaker's toolkit sets the number of ranks on each.
+    All hosts and the name of this one are in SageMaker's file or in the variables of its toolkit;
+    if they are in both, these must agree. If MLX has CUDA, ``SM_NUM_GPUS`` of the toolkit sets the
+    number of ranks on each.
+
+    Raises:
+        DistributedError: the file or the variables are not understood, or contradict each other.
     """
-    if (found := _hosts(given)) is None:
+    found, text = list[tuple[list[str], str, str]](), given.read(_RESOURCES)
+    if text is not None:
+        content = parse_object(text, _RESOURCES)
+        hosts = _names(_RESOURCES, content.get("hosts"))
+        found.append((hosts, str(content.get("current_host", "")), _RESOURCES))
+    variables = ("SM_HOSTS", "SM_CURRENT_HOST")
+    if given.has(*variables) or (text is None and given.first(*variables)):
+        hosts = _names("SM_HOSTS", given.env.get("SM_HOSTS"))
+        found.append((hosts, given.env.get("SM_CURRENT_HOST", ""), " and ".join(variables)))
+    if not found:
         return None
-    hosts, current, source = found
+    hosts, current, source = found[0]
+    if found[-1][:2] != (hosts, current):
+        raise contradiction(
+            "sagemaker", f"{given.shown(*variables)}, and {_RESOURCES} says something else"
+        )
     names = ", ".join(hosts)
     if current not in hosts:
         raise contradiction(
@@ -53,7 +71,9 @@ def launch(given: Given) -> LaunchPlace | None:
     return one_of_nodes(
         given,
         LaunchPlace(
-            *("sagemaker", node, len(hosts)),
+            "sagemaker",
+            node,
+            len(hosts),
             reason=f"computer {node} of {len(hosts)}: {current} of {names} in {source}",
             hosts=tuple(hosts),
             ranks_per_node=ranks,
@@ -62,28 +82,6 @@ def launch(given: Given) -> LaunchPlace | None:
         ),
         meeting_at(hosts[0], _PORT, f"sagemaker {job}"),
     )
-
-
-def _hosts(given: Given) -> tuple[list[str], str, str] | None:
-    """Return all hosts, the name of this one, and the source of both.
-
-    The source is SageMaker's file or the variables of its toolkit. If there are both, they must
-    agree.
-    """
-    found, text = list[tuple[list[str], str, str]](), given.read(_RESOURCES)
-    if text is not None:
-        content = parse_object(text, _RESOURCES)
-        hosts = _names(_RESOURCES, content.get("hosts"))
-        found.append((hosts, str(content.get("current_host", "")), _RESOURCES))
-    variables = ("SM_HOSTS", "SM_CURRENT_HOST")
-    if given.has(*variables) or (text is None and given.first(*variables)):
-        hosts = _names("SM_HOSTS", given.env.get("SM_HOSTS"))
-        found.append((hosts, given.env.get("SM_CURRENT_HOST", ""), " and ".join(variables)))
-    if len(found) > 1 and found[0][:2] != found[1][:2]:
-        raise contradiction(
-            "sagemaker", f"{given.shown(*variables)}, and {_RESOURCES} says something else"
-        )
-    return found[0] if found else None
 
 
 def _names(source: str, listed: Any) -> list[str]:

@@ -65,7 +65,14 @@ def _task(given: Given, rank: int, size: int, step: int, reason: str) -> LaunchP
             hint="start with `srun --distribution=block`",
         )
     launch = LaunchPlace(
-        *("slurm", rank, size, local_rank, nodes.count(name), "ring", reason, tuple(nodes)),
+        "slurm",
+        rank,
+        size,
+        local_rank,
+        nodes.count(name),
+        "ring",
+        reason,
+        tuple(nodes),
         node=names.index(name),
         num_nodes=len(names),
         facts=(f"computer {name} of {', '.join(names)}: {listed}",),
@@ -140,12 +147,12 @@ def _expand_item(item: str) -> list[str]:
     prefix, opened, following = item.partition("[")
     if not opened:
         return [item]
-    inside, closed, rest = following.partition("]")
+    inside, _, rest = following.partition("]")
     numbers: list[str] = []
     for part in inside.split(","):
         first, _, last = part.partition("-")
         last = last or first
-        if not closed or not first.isdigit() or not last.isdigit():
+        if not first.isdigit() or not last.isdigit():
             raise DistributedError(
                 f"SLURM_STEP_NODELIST has {item!r}, which is not a list of nodes",
                 code="variable-invalid",
