@@ -37,7 +37,6 @@ _RECOGNISERS: tuple[Callable[[Given], LaunchPlace | None], ...] = (
     torchrun,
     slurm.launch,
     vertex.launch,
-    vertex.tf_config,
     sagemaker.launch,
     kubernetes.mpi_job_launcher,
     kubernetes.indexed_job,

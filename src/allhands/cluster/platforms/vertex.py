@@ -4,7 +4,7 @@ and buckets as directories.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,20 @@ from allhands.cluster.place import (
 from allhands.errors import DistributedError
 from allhands.io.strict_json import is_text, list_of
 
+# By variable: the launcher, the roles that train, and the reason why others do not. Rank 0 is a
+# replica of the first role that has replicas.
+_CLUSTERS = {
+    "CLUSTER_SPEC": (
+        "vertex",
+        ("workerpool0", "workerpool1"),
+        "worker pools 2 and 3 are for Vertex's reduction servers and evaluators",
+    ),
+    "TF_CONFIG": (
+        "tf_config",
+        ("chief", "master", "worker"),
+        "there are no parameter servers and evaluators here",
+    ),
+}
 _DATA = {
     "train": "AIP_TRAINING_DATA_URI",
     "valid": "AIP_VALIDATION_DATA_URI",
@@ -31,43 +45,23 @@ _OUTPUTS = ("AIP_MODEL_DIR", "AIP_CHECKPOINT_DIR", "AIP_TENSORBOARD_LOG_DIR")
 
 
 def launch(given: Given) -> LaunchPlace | None:
-    """Recognise a replica of a Vertex AI custom job."""
-    others = "worker pools 2 and 3 are for Vertex's reduction servers and evaluators"
-    return _replica(given, "vertex", "CLUSTER_SPEC", ("workerpool0", "workerpool1"), others)
-
-
-def tf_config(given: Given) -> LaunchPlace | None:
-    """Recognise a replica of an operator that sets only TensorFlow's ``TF_CONFIG``."""
-    others = "there are no parameter servers and evaluators here"
-    return _replica(given, "tf_config", "TF_CONFIG", ("chief", "master", "worker"), others)
-
-
-def _replica(
-    given: Given, launcher: str, variable: str, training: Sequence[str], others: str
-) -> LaunchPlace | None:
-    """Return the place of this process among the replicas that train.
-
-    Args:
-        training: the roles that train; rank 0 is a replica of the first one that has replicas.
-        others: says in an error what the other roles are for.
+    """Recognise a replica of a Vertex AI custom job, or of an operator that sets only TensorFlow's
+    ``TF_CONFIG``.
 
     Raises:
-        DistributedError: this process has another role, or the variable is not understood.
+        DistributedError: this process has a role that does not train, or the variable is not
+            understood.
     """
-    if variable not in given.env:
+    if (variable := given.first(*_CLUSTERS)) is None:
         return None
+    launcher, training, others = _CLUSTERS[variable]
     content = parse_object(given.env[variable], variable)
     cluster, task = content.get("cluster"), content.get("task")
     if variable == "TF_CONFIG" and not cluster:
         return None  # some tools set it like this for a single process
     if not isinstance(cluster, dict) or not isinstance(task, dict):
         raise _odd(variable, "it has no cluster and task")
-    addresses = dict[tuple[str, Any], str]()  # by role and index, in the order of ranks
-    for role in training:
-        listed: Any = cluster.get(role) or []
-        if not list_of(is_text)(listed):
-            raise _odd(variable, f"{role} is not a list of addresses")
-        addresses |= {(role, index): address for index, address in enumerate(listed)}
+    addresses = _addresses(variable, cluster, training)
     role, index = mine = str(task.get("type")), task.get("index", 0)
     if role not in training:
         raise DistributedError(
@@ -88,6 +82,23 @@ def _replica(
         LaunchPlace(launcher, rank, size, reason=reason, hosts=hosts),
         meeting_at(hosts[0], first, f"{launcher} {given.env.get('CLOUD_ML_JOB_ID', '')} {listed}"),
     )
+
+
+def _addresses(
+    variable: str, cluster: Mapping[str, Any], training: Sequence[str]
+) -> dict[tuple[str, Any], str]:
+    """Return the address of each replica that trains, by role and index, in the order of ranks.
+
+    Raises:
+        DistributedError: a role has no list of addresses.
+    """
+    found: dict[tuple[str, Any], str] = {}
+    for role in training:
+        listed = cluster.get(role) or []
+        if not list_of(is_text)(listed):
+            raise _odd(variable, f"{role} is not a list of addresses")
+        found |= {(role, index): address for index, address in enumerate(listed)}
+    return found
 
 
 def _odd(variable: str, what: str) -> DistributedError:
