@@ -105,30 +105,25 @@ def recognise(
     """
     variables = {name: value for name, value in environ.items() if value.strip() != ""}
     given = Given(variables, has_cuda, has_mpi, launcher_process, root)
-    found = next(
-        (launch for recogniser in _RECOGNISERS if (launch := recogniser(given)) is not None), None
-    )
-    if found is None:
+    for recogniser in _RECOGNISERS:
+        if found := recogniser(given):
+            break
+    else:
         half_set(given)
         found = LaunchPlace()
     if found.size == 1:  # a group of one needs nothing to form it
         found = replace(found, backend="none", hosts=(), exports={}, meeting=None)
     platform = _platform_of(given)
     # If a platform has started a single process, the variable that says so is not ignored.
-    sayers = (
-        {found.launcher, platform.name}
-        if found.launcher == "single" and found.reason
-        else {found.launcher}
-    )
+    alone = found.launcher == "single"
+    sayers = {found.launcher, platform.name if alone and found.reason else ""}
     ignored = tuple(
         name
         for name, words in _MARKS.items()
         if name in variables and not sayers & set(words.split())
     )
     # Slurm's notes are for a process that Slurm has not started as a task.
-    notes = found.notes + (
-        platform.notes if found.launcher == "single" or platform.name != "slurm" else ()
-    )
+    notes = found.notes + (platform.notes if alone or platform.name != "slurm" else ())
     return replace(found, platform=platform, ignored=ignored, notes=notes)
 
 

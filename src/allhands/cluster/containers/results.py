@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import CheckpointError, StorageError
 from allhands.io.files import make_directory, storage_error, sync
 from allhands.observe.journal import EVENTS_FILE, LOGS, read_events
+from allhands.runtime.threads import in_background
 
 # The configuration comes last: it makes a directory an adapter.
 _MODEL = (TEMPLATE_FILE, "adapters.safetensors", "adapter_config.json")
@@ -159,7 +161,7 @@ class Mirror:
     remote: Path
     warn: Callable[[str], None]
     logs_only: bool = False
-    _thread: threading.Thread | None = None
+    _copying: Future[None] | None = None
     _ended: threading.Event = field(default_factory=threading.Event)
     _logs_copied: float = field(default_factory=time.monotonic)
     _warned: bool = False
@@ -184,14 +186,13 @@ class Mirror:
 
     def start(self) -> None:
         """Copy new files every few seconds until :meth:`finish`."""
-        self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
-        self._thread.start()
+        self._copying = in_background(self._run)
 
     def finish(self) -> None:
         """Stop the thread, and copy the rest."""
         self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
+        if self._copying is not None:
+            self._copying.result()
         self._try()
 
     def _run(self) -> None:

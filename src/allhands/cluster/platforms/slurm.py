@@ -33,7 +33,7 @@ def launch(given: Given) -> LaunchPlace | None:
     if not given.has("SLURM_PROCID", "SLURM_STEP_ID"):
         return None
     rank, step = given.number("SLURM_PROCID"), given.number("SLURM_STEP_ID")
-    counted = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in given.env else "SLURM_NTASKS"
+    counted = given.first("SLURM_STEP_NUM_TASKS") or "SLURM_NTASKS"
     size = given.number(counted)
     if step >= _FIRST_SPECIAL_STEP or (size == 1 and given.env.get("SLURM_JOB_NAME") in _SHELLS):
         return None

@@ -4,6 +4,7 @@ and buckets as directories.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,5 @@ def from_bucket(uri: str, root: Path = Path("/")) -> Path | None:
 
     ``gs://bucket/path`` is mounted at ``/gcs/bucket/path``.
     """
-    bucket = uri.removeprefix("gs://").strip("/")
-    path = f"/gcs/{bucket}" if uri.startswith("gs://") else uri
+    path = re.sub("^gs://", "/gcs/", uri)
     return below(root, path) if path.startswith("/") else None
