@@ -116,13 +116,13 @@ class ContainerRun:
         Raises:
             AllhandsError: an option or an input cannot be used.
         """
-        directory = self.launch.paths.config
+        given, directory = self._mounted(arguments), self.launch.paths.config
         hyper = (
             hyperparameters(self.machine.environ, directory / "hyperparameters.json")
             if directory
             else {}
         )
-        asked = merged(self._mounted(arguments), self._mounted(hyper))
+        asked = merged(given, self._mounted(hyper))
         for note in asked.notes:
             self.tell(f"note: {note}")
         if self.is_share:
