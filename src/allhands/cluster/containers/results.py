@@ -74,13 +74,15 @@ def publish_model(run_dir: Path, target: Path) -> bool:
     """
     if not all((run_dir / name).is_file() for name in _MODEL[1:]):
         return False
-    names = [f"{directory}/{name}" for directory in (BEST, ".") for name in _MODEL]
-    try:
-        _copy_files(run_dir, target, names)
-    except StorageError:
-        for name in names:
-            (target / name).unlink(missing_ok=True)
-        raise
+    paths = [Path(directory, name) for directory in (BEST, "") for name in _MODEL]
+    names = [path for path in paths if (run_dir / path).is_file()]
+    for place, name in enumerate(names):
+        try:
+            _copy(run_dir / name, target / name)
+        except StorageError:
+            for copied in names[:place]:
+                (target / copied).unlink(missing_ok=True)
+            raise
     return True
 
 
