@@ -11,17 +11,11 @@ from typing import Any
 
 import pytest
 
-from allhands.cli.container import ContainerRun, Machine, run_container
-from allhands.cli.container_inputs import (
-    as_flags,
-    data_of,
-    hyperparameters,
-    merged,
-    model_of,
-    parse_arguments,
-    plain_value,
-)
-from allhands.cli.container_results import publish_model, reason_of, tell_failure
+from allhands.cli.container import parse_arguments, run_container
+from allhands.cluster.containers.channels import data_of, model_of
+from allhands.cluster.containers.options import as_flags, hyperparameters, merged, plain_value
+from allhands.cluster.containers.results import publish_model, reason_of, tell_failure
+from allhands.cluster.containers.training import ContainerRun, Machine
 from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import ConfigError, DataError, ModelError, StorageError
 
@@ -322,7 +316,8 @@ def sagemaker(root: Path, hosts: int = 1, gpus: int = 0, **variables: str) -> Ma
 
 
 def configured(machine: Machine, scratch: Path, *words: str) -> TrainConfig:
-    return ContainerRun(machine, machine.launch(), scratch).configure(words)
+    run = ContainerRun(machine, machine.launch(), scratch, print)
+    return run.configure(parse_arguments(words))
 
 
 def test_sagemaker_with_four_gpus(tmp_path: Path, work: Path) -> None:

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from allhands.checkpoints import checkpoint_path, latest, write_checkpoint
-from allhands.cli.container_results import Mirror
+from allhands.cluster.containers.results import Mirror
 
 
 def write(path: Path, text: str = "") -> None:

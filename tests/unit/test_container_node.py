@@ -16,7 +16,6 @@ import pytest
 
 from allhands.cluster import attempt, node, processes
 from allhands.cluster.node import run_node
-from allhands.cluster.patience import Patience
 from allhands.cluster.place import MeetingPoint
 from allhands.cluster.ranks import Beat, LaunchSpec, Marks, RankExit, RankProcesses
 from allhands.cluster.watch import Limits, ProgressWatch
@@ -96,7 +95,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         monkeypatch.setattr(node, "meet", lambda *_: ("127.0.0.1:1",) * 4)
         monkeypatch.setattr(processes, "start", lambda *_: ranks)
         spec = LaunchSpec(["true"], 4, "ring", tmp_path / "logs", **options)
-        return NodeEnd(*run_node(spec, range(2, 4), MEETING, Patience(), said.append)), said
+        return NodeEnd(*run_node(spec, range(2, 4), MEETING, said.append)), said
 
     return run
 
@@ -217,5 +216,5 @@ def test_a_meeting_that_fails_is_the_error(
     spec = LaunchSpec(["true"], 4, "ring", tmp_path / "logs")
     begun = time.monotonic()
     with pytest.raises(DistributedError, match="for 3 ranks"):
-        run_node(spec, range(2, 4), MEETING, Patience(), print)
+        run_node(spec, range(2, 4), MEETING, print)
     assert time.monotonic() - begun < 5

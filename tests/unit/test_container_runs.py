@@ -25,7 +25,8 @@ from tiny import run_allhands, write_chat_data, write_model
 DRIVER = """
 import sys
 from pathlib import Path
-from allhands.cli.container import Machine, run_container
+from allhands.cli.container import run_container
+from allhands.cluster.containers.training import Machine
 from allhands.errors import AllhandsError
 try:
     sys.exit(run_container(sys.argv[2:], Machine(root=Path(sys.argv[1]))))

@@ -22,7 +22,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from allhands.cli.container_inputs import hyperparameters, merged, parse_arguments
+from allhands.cli.container import parse_arguments
+from allhands.cluster.containers.options import hyperparameters, merged
 from allhands.cluster.environment import recognise
 from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import AllhandsError

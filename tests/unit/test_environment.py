@@ -12,7 +12,7 @@ import pytest
 
 from allhands.cluster.environment import LaunchPlace, recognise, recognise_here, rendezvous
 from allhands.cluster.meeting import Patience
-from allhands.cluster.slurm import expand_nodelist
+from allhands.cluster.platforms.slurm import expand_nodelist
 from allhands.errors import DistributedError
 
 PROXY = 4711

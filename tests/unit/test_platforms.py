@@ -15,7 +15,7 @@ import pytest
 from allhands.cluster.environment import recognise
 from allhands.cluster.join import join_group, patience_for, take_device
 from allhands.cluster.place import LaunchPlace, Paths
-from allhands.cluster.platforms import from_bucket
+from allhands.cluster.platforms.vertex import from_bucket
 from allhands.errors import DistributedError
 
 RESOURCES = "/opt/ml/input/config/resourceconfig.json"

@@ -22,17 +22,10 @@ from allhands.cluster.launchers import half_set, mlx_launch, open_mpi, other_mpi
 from allhands.cluster.meeting import meet
 from allhands.cluster.mpi import usable_mpi
 from allhands.cluster.patience import Patience
-from allhands.cluster.place import Given, LaunchPlace
-from allhands.cluster.platforms import (
-    indexed_job,
-    mpi_job_launcher,
-    platform_of,
-    sagemaker,
-    tf_config,
-    vertex,
-)
+from allhands.cluster.place import Given, LaunchPlace, Platform
+from allhands.cluster.platforms import kubernetes, sagemaker, slurm, vertex
 from allhands.cluster.processes import peer_variables, reserve_ports
-from allhands.cluster.slurm import slurm
+from allhands.errors import DistributedError
 
 _Peers = TypeVar("_Peers")
 # Explicit launchers come first. The one that is closer to this process knows more about it.
@@ -42,12 +35,11 @@ _RECOGNISERS: tuple[Callable[[Given], LaunchPlace | None], ...] = (
     open_mpi,
     other_mpi,
     torchrun,
-    slurm,
-    vertex,
-    tf_config,
-    sagemaker,
-    mpi_job_launcher,
-    indexed_job,
+    slurm.launch,
+    vertex.launch,
+    sagemaker.launch,
+    kubernetes.mpi_job_launcher,
+    kubernetes.indexed_job,
 )
 # Variables that show that a launcher is present, each with the launchers that set it. Some set it
 # only as a by-product.
@@ -113,31 +105,63 @@ def recognise(
     """
     variables = {name: value for name, value in environ.items() if value.strip() != ""}
     given = Given(variables, has_cuda, has_mpi, launcher_process, root)
-    found = next(
-        (launch for recogniser in _RECOGNISERS if (launch := recogniser(given)) is not None), None
-    )
-    if found is None:
+    for recogniser in _RECOGNISERS:
+        if found := recogniser(given):
+            break
+    else:
         half_set(given)
         found = LaunchPlace()
     if found.size == 1:  # a group of one needs nothing to form it
         found = replace(found, backend="none", hosts=(), exports={}, meeting=None)
-    platform = platform_of(given)
+    platform = _platform_of(given)
     # If a platform has started a single process, the variable that says so is not ignored.
-    sayers = (
-        {found.launcher, platform.name}
-        if found.launcher == "single" and found.reason
-        else {found.launcher}
-    )
+    alone = found.launcher == "single"
+    sayers = {found.launcher, platform.name if alone and found.reason else ""}
     ignored = tuple(
         name
         for name, words in _MARKS.items()
         if name in variables and not sayers & set(words.split())
     )
     # Slurm's notes are for a process that Slurm has not started as a task.
-    notes = found.notes + (
-        platform.notes if found.launcher == "single" or platform.name != "slurm" else ()
-    )
+    notes = found.notes + (platform.notes if alone or platform.name != "slurm" else ())
     return replace(found, platform=platform, ignored=ignored, notes=notes)
+
+
+def _platform_of(given: Given) -> Platform:
+    """Return the platform that manages this machine; one without a name if none is known.
+
+    ``ALLHANDS_GRACE_S`` replaces its time between SIGTERM and SIGKILL.
+
+    Raises:
+        DistributedError: a variable or file of the platform is not understood.
+    """
+    found = (
+        sagemaker.platform(given)
+        or vertex.platform(given)
+        or slurm.platform(given)
+        or kubernetes.platform(given)
+        or Platform()
+    )
+    if "ALLHANDS_GRACE_S" in given.env:
+        try:
+            grace_s = float(given.env["ALLHANDS_GRACE_S"])
+        except ValueError:
+            grace_s = -1.0
+        if not 0 <= grace_s < float("inf"):
+            raise DistributedError(
+                f"{given.shown('ALLHANDS_GRACE_S')} is no time",
+                code="variable-invalid",
+                hint="give seconds",
+            )
+        why = (
+            *(fact for fact in found.why if "SIGKILL" not in fact),
+            f"{grace_s:g} s to SIGKILL: ALLHANDS_GRACE_S",
+        )
+        found = replace(found, grace_s=grace_s, why=why)
+    if restarts := given.number("TORCHELASTIC_RESTART_COUNT", 0):
+        fact = f"torchrun has restarted the ranks {restarts} time{'s' * (restarts != 1)}: TORCHELASTIC_RESTART_COUNT"
+        found = replace(found, restarts=found.restarts + restarts, why=(*found.why, fact))
+    return found
 
 
 def recognise_here() -> LaunchPlace:

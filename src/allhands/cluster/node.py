@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from functools import partial
@@ -34,7 +33,6 @@ def run_node(
     spec: LaunchSpec,
     own: range,
     meeting: MeetingPoint,
-    patience: Patience,
     tell: Callable[[str], None],
 ) -> tuple[int, str | None]:
     """Start this computer's ranks, watch them to the end, and leave no process behind.
@@ -46,7 +44,6 @@ def run_node(
         spec: the whole job: ``num_processes`` counts the ranks of all computers.
         own: the ranks of this computer.
         meeting: where the processes of all computers meet.
-        patience: how long the meeting may take.
         tell: called with lines for the user.
 
     Returns:
@@ -61,46 +58,33 @@ def run_node(
         if event.kind in _TOLD_EVENTS:
             tell(event.message)
 
+    def meet_others(ports: Sequence[int]) -> tuple[str, ...] | None:
+        # In threads, so that a signal is noticed at once.
+        size, patience = spec.num_processes, Patience(tell=tell)
+        visits = [
+            in_background(partial(meet, meeting, rank, size, port, patience, spec.backend))
+            for rank, port in zip(own, ports, strict=True)
+        ]
+        while True:
+            done, left = wait(visits, _TICK_S, FIRST_EXCEPTION)
+            peers = [one.result() for one in done]
+            if not left:
+                return peers[0]
+            if room.signals:
+                return None
+
     make_directory(spec.log_dir, private=True)
     for rank in own:  # remove the error files of an earlier start
         (spec.log_dir / f"error-rank-{rank}.json").unlink(missing_ok=True)
-    with workroom() as room:
-        come = partial(_meet, spec, own, meeting, patience, room.signals)
-        with gathered(len(own), spec.backend, come) as peers:
-            if peers is None:
-                tell("stopped before the first step")
-                return 130 if room.signals[0] == signal.SIGINT else 143, None
-            share = Share(own.start, len(own), peers, socket.gethostname())
-            outcome = Attempt(
-                spec, room.private / "ranks", room.signals, told, room.reaper, share=share
-            ).run()
+    with workroom() as room, gathered(len(own), spec.backend, meet_others) as peers:
+        if peers is None:
+            tell("stopped before the first step")
+            return 130 if room.signals[0] == signal.SIGINT else 143, None
+        share = Share(own.start, len(own), peers, socket.gethostname())
+        outcome = Attempt(
+            spec, room.private / "ranks", room.signals, told, room.reaper, share=share
+        ).run()
     if (fault := outcome.fault) is None:
         return outcome.code, None
     text = f"rank {fault.rank}: {fault.explanation}" if fault.explanation else fault.message
     return outcome.code, "\n  ".join([text, *(() if fault.explanation else fault.log_tail[-3:])])
-
-
-def _meet(
-    spec: LaunchSpec,
-    own: range,
-    meeting: MeetingPoint,
-    patience: Patience,
-    signals: deque[int],
-    ports: Sequence[int],
-) -> tuple[str, ...] | None:
-    """Return the addresses of all ranks of the job; ``None`` if a signal came first.
-
-    The meeting runs in threads, so that a signal is noticed at once.
-    """
-    size, backend = spec.num_processes, spec.backend
-    visits = [
-        in_background(partial(meet, meeting, rank, size, port, patience, backend))
-        for rank, port in zip(own, ports, strict=True)
-    ]
-    while True:
-        done, left = wait(visits, _TICK_S, FIRST_EXCEPTION)
-        peers = [one.result() for one in done]
-        if not left:
-            return peers[0]
-        if signals:
-            return None

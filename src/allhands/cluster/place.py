@@ -1,7 +1,7 @@
 """Description of a launch: a process's place in its group, and its platform's paths and deadlines.
 
-:mod:`allhands.cluster.launchers`, :mod:`allhands.cluster.slurm` and
-:mod:`allhands.cluster.platforms` make it from the variables and files of each launcher.
+:mod:`allhands.cluster.launchers` and :mod:`allhands.cluster.platforms` make it from the variables
+and files of each launcher.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from allhands.errors import DistributedError
 from allhands.io.formatting import counted
@@ -136,9 +136,9 @@ class LaunchPlace:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.size < 1 or not 0 <= self.rank < self.size:
+        if not 0 <= self.rank < self.size:
             raise contradiction(self.launcher, f"rank {self.rank} of a world of {self.size}")
-        if self.local_size < 1 or not 0 <= self.local_rank < self.local_size:
+        if not 0 <= self.local_rank < self.local_size:
             raise contradiction(self.launcher, f"local rank {self.local_rank} of {self.local_size}")
         if self.local_size > self.size:
             raise contradiction(
@@ -228,15 +228,16 @@ class Given:
         Raises:
             DistributedError: the variable is not an integer, or is not set and has no default.
         """
-        if name not in self.env and default is not None:
+        text = self.env.get(name)
+        if text is None and default is not None:
             return default
         try:
-            return int(self.env[name])
-        except (KeyError, ValueError):
+            return int(text or "")
+        except ValueError:
             found = (
-                f"is {self.env[name]!r}, not an integer"
-                if name in self.env
-                else "is not set, unlike its companions"
+                "is not set, unlike its companions"
+                if text is None
+                else f"is {text!r}, not an integer"
             )
             raise DistributedError(
                 f"the launcher's variable {name} {found}",
@@ -289,7 +290,7 @@ def parse_object(text: str, source: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         content, problem = None, f"not JSON: {error}"
     if isinstance(content, dict):
-        return cast(dict[str, Any], content)
+        return content
     raise DistributedError(
         f"{source} is {problem}", code="variable-invalid", hint=f"correct or remove {source}"
     )

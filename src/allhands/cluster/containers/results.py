@@ -10,7 +10,9 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from allhands.checkpoints import BEST, CHECKPOINTS, MANIFEST, RUN_NAME, checkpoints_in
@@ -18,12 +20,15 @@ from allhands.cluster.logs import clear_logs
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import CheckpointError, StorageError
 from allhands.io.files import make_directory, storage_error, sync
-from allhands.observe.journal import EVENTS_FILE, read_events
+from allhands.observe.journal import EVENTS_FILE, LOGS, read_events
+from allhands.runtime.threads import in_background
 
 # The configuration comes last: it makes a directory an adapter.
 _MODEL = (TEMPLATE_FILE, "adapters.safetensors", "adapter_config.json")
+_ENDS = ("failed", "fault", "given up")  # kinds of events with the reason of a failure
 _RECORDS = ("metrics.jsonl", "loss.png", "memory.png", EVENTS_FILE)
-_LOGS = "logs"
+# Files besides checkpoints and logs with which an interrupted run goes on.
+_STATE = (RUN_NAME, *_RECORDS, *_MODEL)
 _REASON_BYTES = 1000  # SageMaker shows the first 1024 characters of the file, Kubernetes 4096 bytes
 _MIRROR_S = 5.0
 _MIRROR_LOGS_S = 60.0  # logs grow all the time, and are copied whole
@@ -45,18 +50,16 @@ def tell_failure(file: Path | None, reason: str, warn: Callable[[str], None]) ->
 
 def reason_of(run_dir: Path, code: int) -> str:
     """Return the reason why the supervised run in this directory failed, from its own records."""
-    events = read_events(run_dir / EVENTS_FILE)
-    for kinds in (("failed", "fault"), ("given up",)):
-        for event in reversed(events):
-            if event.get("kind") in kinds:
-                with suppress(OSError, ValueError, KeyError, TypeError):
-                    error = json.loads(
-                        (run_dir / _LOGS / f"error-rank-{event['rank']}.json").read_text("utf-8")
-                    )
-                    if error["text"]:
-                        return str(error["text"])
-                return str(event["message"])
-    return f"the training ended with exit code {code}"
+    ends = [one for one in read_events(run_dir / EVENTS_FILE) if one["kind"] in _ENDS]
+    if not ends:
+        return f"the training ended with exit code {code}"
+    # The last fault says more than the supervisor that has given up because of it.
+    last = sorted(ends, key=lambda one: one["kind"] != "given up")[-1]
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        file = run_dir / LOGS / f"error-rank-{last['rank']}.json"
+        if text := json.loads(file.read_text("utf-8"))["text"]:
+            return str(text)
+    return str(last["message"])
 
 
 # --- copies ---------------------------------------------------------------------------------------
@@ -71,9 +74,15 @@ def publish_model(run_dir: Path, target: Path) -> bool:
     """
     if not all((run_dir / name).is_file() for name in _MODEL[1:]):
         return False
-    _copy_all(
-        run_dir, target, (Path(directory, name) for directory in (BEST, "") for name in _MODEL)
-    )
+    paths = [Path(directory, name) for directory in (BEST, "") for name in _MODEL]
+    names = [path for path in paths if (run_dir / path).is_file()]
+    for place, name in enumerate(names):
+        try:
+            _copy(run_dir / name, target / name)
+        except StorageError:
+            for copied in names[:place]:
+                (target / copied).unlink(missing_ok=True)
+            raise
     return True
 
 
@@ -83,28 +92,19 @@ def publish_records(run_dir: Path, target: Path) -> None:
     Raises:
         StorageError: a file cannot be copied.
     """
-    _copy_all(run_dir, target, (*map(Path, _RECORDS), *_logs_of(run_dir)))
+    _copy_files(run_dir, target, (*_RECORDS, *_logs_of(run_dir)))
 
 
-def _copy_all(source: Path, target: Path, names: Iterable[Path]) -> None:
+def _copy_files(source: Path, target: Path, names: Iterable[str | Path]) -> None:
     """Copy the existing files among ``names``, in this order.
-
-    If a copy cannot be written, the copies before it are removed.
 
     Raises:
         StorageError: a file cannot be copied.
-        FileNotFoundError: a file has vanished meanwhile.
     """
-    copied: list[Path] = []
     for name in names:
-        if (source / name).is_file():
-            try:
+        with suppress(FileNotFoundError):  # it has vanished meanwhile
+            if (source / name).is_file():
                 _copy(source / name, target / name)
-            except StorageError:
-                for path in copied:
-                    path.unlink(missing_ok=True)
-                raise
-            copied.append(target / name)
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -134,7 +134,7 @@ def _copy(source: Path, target: Path) -> None:
 
 def _logs_of(run_dir: Path) -> list[Path]:
     return [
-        path.relative_to(run_dir) for path in sorted((run_dir / _LOGS).rglob("*")) if path.is_file()
+        path.relative_to(run_dir) for path in sorted((run_dir / LOGS).rglob("*")) if path.is_file()
     ]
 
 
@@ -145,30 +145,28 @@ def _checkpoints_of(run_dir: Path) -> list[Path]:
     ]
 
 
+@dataclass
 class Mirror:
     """A copy of a run's checkpoints and logs in a bucket, where directories cannot be renamed.
 
     A checkpoint's manifest is copied last, and training ignores checkpoints without a manifest. So
     after a kill the last complete copy is used.
 
-    Args:
+    Attributes:
         local: the run directory.
         remote: the copy.
         warn: called with the first failure of a series; training goes on.
         logs_only: True for a computer whose ranks do not write the run's checkpoints.
     """
 
-    def __init__(
-        self, local: Path, remote: Path, warn: Callable[[str], None], *, logs_only: bool = False
-    ) -> None:
-        self._local = local
-        self._remote = remote
-        self._warn = warn
-        self._logs_only = logs_only
-        self._logs_copied = time.monotonic()
-        self._warned = False
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+    local: Path
+    remote: Path
+    warn: Callable[[str], None]
+    logs_only: bool = False
+    _copying: Future[None] | None = None
+    _ended: threading.Event = field(default_factory=threading.Event)
+    _logs_copied: float = field(default_factory=time.monotonic)
+    _warned: bool = False
 
     def restore(self) -> None:
         """Copy back the checkpoints of an earlier start of the job, and set its logs aside.
@@ -177,30 +175,26 @@ class Mirror:
             StorageError: a file cannot be copied.
             CheckpointError: the directory of the copy cannot be read.
         """
-        if self._logs_only:
+        if self.logs_only:
             return
-        if (self._remote / _LOGS).is_dir():
+        if (self.remote / LOGS).is_dir():
             try:
-                clear_logs(self._remote / _LOGS)
+                clear_logs(self.remote / LOGS)
             except StorageError as error:
-                self._warn(f"the logs of an earlier start will be overwritten: {error.message}")
-        if whole := _checkpoints_of(self._remote):
-            files = [
-                path.relative_to(self._remote) for one in whole for path in sorted(one.iterdir())
-            ]
-            _copy_all(
-                self._remote, self._local, (*files, *map(Path, (RUN_NAME, *_RECORDS, *_MODEL)))
-            )
+                self.warn(f"the logs of an earlier start will be overwritten: {error.message}")
+        if whole := _checkpoints_of(self.remote):
+            files = (path.relative_to(self.remote) for one in whole for path in one.iterdir())
+            _copy_files(self.remote, self.local, (*files, *_STATE))
 
     def start(self) -> None:
         """Copy new files every few seconds until :meth:`finish`."""
-        self._thread.start()
+        self._copying = in_background(self._run)
 
     def finish(self) -> None:
         """Stop the thread, and copy the rest."""
         self._ended.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self._copying is not None:
+            self._copying.result()
         self._try()
 
     def _run(self) -> None:
@@ -209,46 +203,46 @@ class Mirror:
 
     def _try(self) -> None:
         try:
-            if not self._logs_only:
+            if not self.logs_only:
                 self._copy_run()
             if self._ended.is_set() or time.monotonic() - self._logs_copied >= _MIRROR_LOGS_S:
                 self._logs_copied = time.monotonic()
-                self._copy_changed(_logs_of(self._local))
+                self._copy_changed(_logs_of(self.local))
             self._warned = False
         except Exception as error:
             if not self._warned:
-                what = "logs" if self._logs_only else "checkpoints and logs"
-                self._warn(f"{what} could not be copied to {self._remote}: {error}")
+                what = "logs" if self.logs_only else "checkpoints and logs"
+                self.warn(f"{what} could not be copied to {self.remote}: {error}")
             self._warned = True
 
     def _copy_run(self) -> None:
-        whole = _checkpoints_of(self._local)
+        whole = _checkpoints_of(self.local)
         for path in sorted(whole):
             with suppress(
                 FileNotFoundError, CheckpointError
             ):  # it was pruned meanwhile: the next round copies a newer one
-                self._copy_checkpoint(path, self._remote / path.relative_to(self._local))
-        self._copy_changed(map(Path, (RUN_NAME, *_RECORDS, *_MODEL)))
+                _copy_checkpoint(path, self.remote / path.relative_to(self.local))
+        self._copy_changed(_STATE)
         kept = {path.name for path in whole} - {BEST}
-        for path in checkpoints_in(self._remote / CHECKPOINTS) if kept else []:
+        for path in checkpoints_in(self.remote / CHECKPOINTS) if kept else []:
             if path.name not in kept:
                 (path / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _copy_changed(self, names: Iterable[Path]) -> None:
-        for name in names:
-            source, target = self._local / name, self._remote / name
-            with suppress(FileNotFoundError):
-                found = source.stat()
-                old = target.stat() if target.exists() else None
-                if old is None or old.st_size != found.st_size or old.st_mtime < found.st_mtime:
-                    _copy(source, target)
+    def _copy_changed(self, names: Iterable[str | Path]) -> None:
+        _copy_files(self.local, self.remote, filter(self._has_changed, names))
 
-    def _copy_checkpoint(self, source: Path, target: Path) -> None:
-        manifest = (source / MANIFEST).read_bytes()
-        if (target / MANIFEST).is_file():
-            if (target / MANIFEST).read_bytes() == manifest:
-                return
-            (target / MANIFEST).unlink()
-        for file in sorted(source.iterdir(), key=lambda path: path.name == MANIFEST):
-            _copy(file, target / file.name)
+    def _has_changed(self, name: str | Path) -> bool:
+        with suppress(FileNotFoundError):
+            new, old = (self.local / name).stat(), (self.remote / name).stat()
+            return old.st_size != new.st_size or old.st_mtime < new.st_mtime
+        return True
+
+
+def _copy_checkpoint(source: Path, target: Path) -> None:
+    manifest, copied = (source / MANIFEST).read_bytes(), target / MANIFEST
+    if copied.is_file() and copied.read_bytes() == manifest:
+        return
+    copied.unlink(missing_ok=True)
+    for file in sorted(source.iterdir(), key=lambda path: path.name == MANIFEST):
+        _copy(file, target / file.name)

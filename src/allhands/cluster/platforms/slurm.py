@@ -24,7 +24,7 @@ _USUAL_KILL_WAIT_S = 30.0
 _CONFIGURATION = "/etc/slurm/slurm.conf"
 
 
-def slurm(given: Given) -> LaunchPlace | None:
+def launch(given: Given) -> LaunchPlace | None:
     """Recognise a rank started by srun.
 
     A batch script or an interactive shell is not a rank, although ``SLURM_PROCID`` is set there: it
@@ -33,7 +33,7 @@ def slurm(given: Given) -> LaunchPlace | None:
     if not given.has("SLURM_PROCID", "SLURM_STEP_ID"):
         return None
     rank, step = given.number("SLURM_PROCID"), given.number("SLURM_STEP_ID")
-    counted = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in given.env else "SLURM_NTASKS"
+    counted = given.first("SLURM_STEP_NUM_TASKS") or "SLURM_NTASKS"
     size = given.number(counted)
     if step >= _FIRST_SPECIAL_STEP or (size == 1 and given.env.get("SLURM_JOB_NAME") in _SHELLS):
         return None
@@ -65,7 +65,14 @@ def _task(given: Given, rank: int, size: int, step: int, reason: str) -> LaunchP
             hint="start with `srun --distribution=block`",
         )
     launch = LaunchPlace(
-        *("slurm", rank, size, local_rank, nodes.count(name), "ring", reason, tuple(nodes)),
+        "slurm",
+        rank,
+        size,
+        local_rank,
+        nodes.count(name),
+        "ring",
+        reason,
+        tuple(nodes),
         node=names.index(name),
         num_nodes=len(names),
         facts=(f"computer {name} of {', '.join(names)}: {listed}",),
@@ -140,12 +147,12 @@ def _expand_item(item: str) -> list[str]:
     prefix, opened, following = item.partition("[")
     if not opened:
         return [item]
-    inside, closed, rest = following.partition("]")
+    inside, _, rest = following.partition("]")
     numbers: list[str] = []
     for part in inside.split(","):
         first, _, last = part.partition("-")
         last = last or first
-        if not closed or not first.isdigit() or not last.isdigit():
+        if not first.isdigit() or not last.isdigit():
             raise DistributedError(
                 f"SLURM_STEP_NODELIST has {item!r}, which is not a list of nodes",
                 code="variable-invalid",
@@ -155,7 +162,7 @@ def _expand_item(item: str) -> list[str]:
     return [prefix + number + tail for number in numbers for tail in _expand_item(rest)]
 
 
-def slurm_platform(given: Given) -> Platform | None:
+def platform(given: Given) -> Platform | None:
     """Return the deadlines and the requeue command of a Slurm job; ``None`` outside one.
 
     This is for ranks of any launcher.

@@ -1,0 +1,1 @@
+"""Training in a container of a platform: inputs as options, this computer's ranks, results."""
