@@ -18,11 +18,12 @@ from rich.console import Console
 from tiny import CHAT_TEMPLATE, with_positions, write_model
 from written_runs import write_run
 
-from allhands.cli.compare import compare, compared, comparison_table, held_out_prompts, score_lines
+from allhands.cli.compare import compare, comparison_table, score_lines
 from allhands.cli.generate import generate
 from allhands.cli.verbs_models import Compare, Generate
 from allhands.data.demo import splits
 from allhands.errors import ConfigError, DataError, ModelError, StorageError
+from allhands.infer.comparing import compared, held_out_prompts
 from allhands.infer.generate import (
     PromptTooLong,
     answer_all,
