@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,12 +20,12 @@ from allhands.data.demo import write_demo_data
 from allhands.data.intake import Measure, PrepareOptions
 from allhands.data.lengths import bars
 from allhands.data.outcome import PrepareOutcome, Reason
-from allhands.data.prepare import NothingLeft, check_output
+from allhands.data.prepare import PREFERENCE, NothingLeft, check_output
 from allhands.data.prepare import prepare as run_prepare
 from allhands.data.reading import file_type
 from allhands.data.records import ColumnNames
 from allhands.data.render import Renderer
-from allhands.data.sources import SourceOptions, find_sources
+from allhands.data.sources import LEFT_OUT, SourceOptions, find_sources
 from allhands.data.splitting import SplitShare
 from allhands.data.templates import ChatChoice
 from allhands.errors import ConfigError
@@ -34,6 +33,7 @@ from allhands.io.formatting import counted
 from allhands.io.terminal import console_for, counting, table_of
 
 _MAX_SEQ_LENGTH = 2048
+_NUMBERS = ("rows", "left out", "preference")  # columns that are aligned to the right
 _NAME_WIDTH = 31
 _MANY = 12
 _UPDATE_EVERY = 100
@@ -49,8 +49,8 @@ def prepare(asked: DataPrepare) -> None:
         asked.documents, asked.hub_split, asked.hub_config, asked.streaming, asked.limit
     )
     sources = find_sources(asked.sources, wanted)
-    chat = chat_choice(asked.chat_template, asked.system)
-    measure = _measure(asked.model, asked.trust_remote_code, chat) if asked.model else None
+    chat_choice(asked.chat_template, asked.system)  # refuses wrong values
+    measure = _measure(asked.model, asked) if asked.model else None
     try:
         with counting(_UPDATE_EVERY) as count:
 
@@ -59,9 +59,9 @@ def prepare(asked: DataPrepare) -> None:
 
             outcome = run_prepare(sources, asked.out, options, measure=measure, progress=progress)
     except NothingLeft as error:
-        _Screen(console, error.outcome).left_out(None)
+        _Screen(console, error.outcome, asked).left_out(written=False)
         raise
-    _Screen(console, outcome).everything(asked)
+    _Screen(console, outcome, asked).everything()
 
 
 def data_demo(asked: DataDemo) -> None:
@@ -112,7 +112,7 @@ def _short_columns(
     Raises:
         ConfigError: a part is not known, or is mapped twice.
     """
-    known = {field.name.removesuffix("_feature"): field.name for field in fields(ColumnNames)}
+    known = {part: f"{part}_feature" for part in ColumnNames().names}
     known["messages"] = "chat_feature"
     columns: dict[str, str] = {}
     typed: dict[str, str] = {}
@@ -140,14 +140,14 @@ def _short_columns(
     return columns, typed
 
 
-def _measure(model: str, trust_remote_code: bool, chat: ChatChoice) -> Measure:
+def _measure(model: str, asked: DataPrepare) -> Measure:
     """Return a function that counts the tokens of records with the tokenizer of ``model``."""
     from allhands.model.load import load_tokenizer
 
     # If system messages are to be merged, the rows are merged already.
-    chat = replace(chat, system="template")
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code, chat=chat).tokenizer
-    return Renderer(cast("Any", tokenizer), mask_prompt=False, max_seq_length=None).render
+    chat = ChatChoice(asked.chat_template)
+    loaded = load_tokenizer(model, trust_remote_code=asked.trust_remote_code, chat=chat)
+    return Renderer(cast("Any", loaded.tokenizer), mask_prompt=False, max_seq_length=None).render
 
 
 # --- the screen -----------------------------------------------------------------------------------
@@ -156,20 +156,21 @@ def _measure(model: str, trust_remote_code: bool, chat: ChatChoice) -> Measure:
 class _Screen:
     """Printer of the outcome, made for terminals of 80 columns or more."""
 
-    def __init__(self, console: Console, outcome: PrepareOutcome) -> None:
-        self._console = console
-        self._outcome = outcome
+    def __init__(self, console: Console, outcome: PrepareOutcome, asked: DataPrepare) -> None:
+        self._console, self._outcome, self._asked = console, outcome, asked
         self._folder = _common_folder([source.name for source in outcome.sources])
 
-    def everything(self, flags: DataPrepare) -> None:
+    def everything(self) -> None:
         """Print all sections, in order."""
         self._sources()
         self._splits()
         self._duplicates()
-        self.left_out(flags.out)
-        self._warnings()
-        self._lengths(flags)
-        self._next(flags)
+        self.left_out(written=True)
+        if self._outcome.warnings:
+            self._title("warnings")
+            self._reasons(self._outcome.warnings)
+        self._lengths()
+        self._next()
 
     def _title(self, text: str) -> None:
         self._console.print()
@@ -178,13 +179,12 @@ class _Screen:
     def _say(self, text: str, indent: int = 2) -> None:
         self._console.print(Padding(Text(text), (0, 0, 0, indent), expand=False))
 
-    def _table(
-        self, names: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]
-    ) -> None:
-        table = table_of(
-            names, rows, left=[place for place in range(len(names)) if place not in right]
-        )
-        table.columns[0].min_width = max(len(row[0]) for row in rows)
+    def _table(self, columns: Mapping[str, Sequence[str]]) -> None:
+        """Print a table, without columns in which nothing is told."""
+        told = {name: cells for name, cells in columns.items() if any(cells)}
+        left = [place for place, name in enumerate(told) if name not in _NUMBERS]
+        table = table_of([*told], zip(*told.values(), strict=True), left=left)
+        table.columns[0].min_width = max(map(len, next(iter(told.values()))))
         self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
 
     def _short(self, name: str) -> str:
@@ -197,21 +197,20 @@ class _Screen:
         self._title(f"read: {counted(outcome.rows_read, 'row')}")
         if self._folder:
             self._say(f"names are those in {self._folder}")
+        shown = outcome.sources[:_MANY]
         any_split = any(source.split for source in outcome.sources)
-        shown = [
-            (
-                self._short(source.name),
-                f"{source.rows}",
-                f"{source.left_out}",
-                *([source.split or "-"] if any_split else []),
-                "\n".join(f"{shape} {count}" for shape, count in source.shapes.items()) or "-",
-            )
-            for source in outcome.sources[:_MANY]
-        ]
+        shapes = (
+            "\n".join(f"{shape} {count}" for shape, count in source.shapes.items()) or "-"
+            for source in shown
+        )
         self._table(
-            ("source", "rows", "left out", *(["split"] if any_split else []), "recognised"),
-            shown,
-            (1, 2),
+            {
+                "source": [self._short(source.name) for source in shown],
+                "rows": [f"{source.rows}" for source in shown],
+                "left out": [f"{source.left_out}" for source in shown],
+                "split": [source.split or "-" for source in shown if any_split],
+                "recognised": [*shapes],
+            }
         )
         if len(outcome.sources) > _MANY:
             self._say(f"and {len(outcome.sources) - _MANY} more, in report.json")
@@ -219,12 +218,14 @@ class _Screen:
     def _splits(self) -> None:
         outcome = self._outcome
         self._title(f"kept: {counted(outcome.num_kept, 'row')}")
-        rows = [
-            (name, f"{outcome.kept[name]}", f"{outcome.preference[name]}") for name in outcome.kept
-        ]
-        with_preference = any(outcome.preference.values())
-        names = ("split", "rows", "preference") if with_preference else ("split", "rows")
-        self._table(names, [row[: len(names)] for row in rows], (1, 2))
+        preference = outcome.preference if any(outcome.preference.values()) else {}
+        self._table(
+            {
+                "split": [*outcome.kept],
+                "rows": [*map(str, outcome.kept.values())],
+                "preference": [*map(str, preference.values())],
+            }
+        )
         for note in outcome.notes:
             self._say(note)
 
@@ -244,24 +245,17 @@ class _Screen:
         if not found.removed:
             self._say("--dedupe exact or --dedupe near drops them")
 
-    def left_out(self, out: Path | None) -> None:
-        """Print the rows that were left out, by reason.
-
-        ``out``: the directory with a list of all of them; ``None``: there is none.
-        """
-        if not self._outcome.reasons:
+    def left_out(self, *, written: bool) -> None:
+        """Print the rows that were left out, by reason; if ``written``, with the list of them."""
+        outcome = self._outcome
+        if not outcome.reasons:
             return
-        unread = sum(source.unread for source in self._outcome.sources)
+        unread = sum(source.unread for source in outcome.sources)
         files = f" and {counted(unread, 'file')}" if unread else ""
-        self._title(f"left out: {counted(self._outcome.left_out, 'row')}{files}")
-        self._reasons(self._outcome.reasons)
-        if out is not None:
-            self._say(f"all of them: {out / 'left-out.jsonl'}")
-
-    def _warnings(self) -> None:
-        if self._outcome.warnings:
-            self._title("warnings")
-            self._reasons(self._outcome.warnings)
+        self._title(f"left out: {counted(outcome.left_out, 'row')}{files}")
+        self._reasons(outcome.reasons)
+        if written:
+            self._say(f"all of them: {self._asked.out / LEFT_OUT}")
 
     def _reasons(self, reasons: Sequence[Reason]) -> None:
         for reason in reasons[:_MANY]:
@@ -273,51 +267,47 @@ class _Screen:
         if len(reasons) > _MANY:
             self._say(f"and {counted(len(reasons) - _MANY, 'more reason')}")
 
-    def _lengths(self, flags: DataPrepare) -> None:
+    def _lengths(self) -> None:
         lengths = self._outcome.lengths
         if lengths is None or not lengths.count:
             return
         self._title(f"lengths in {lengths.unit}")
         self._say(lengths.sentence())
-        unicode = (self._console.encoding or "").lower().startswith("utf")
-        for line in bars(
-            self._outcome.row_lengths, lengths.limit, width=_BARS_WIDTH, ascii=not unicode
-        ):
+        plain = not (self._console.encoding or "").lower().startswith("utf")
+        for line in bars(self._outcome.row_lengths, lengths.limit, width=_BARS_WIDTH, ascii=plain):
             self._console.print(f"  {line}", no_wrap=True)
         if lengths.unit == "characters":
             self._say("--model MODEL counts tokens, the unit of --max-seq-length")
-        elif lengths.over_limit and self._whole_texts(flags):
+        elif lengths.over_limit and self._whole_texts():
             self._say(
                 "a text file is one row: --documents blank-line makes one of each paragraph; or train with --packing, "
                 "which loses nothing"
             )
 
-    def _whole_texts(self, flags: DataPrepare) -> bool:
+    def _whole_texts(self) -> bool:
         """Return True if a text file may have become a single row."""
-        files = (Path(source.name) for source in self._outcome.sources if source.rows == 1)
-        return flags.documents in ("auto", "file") and any(
-            file_type(file) == "text" for file in files
+        return self._asked.documents in ("auto", "file") and any(
+            source.rows == 1 and file_type(Path(source.name)) == "text"
+            for source in self._outcome.sources
         )
 
-    def _next(self, flags: DataPrepare) -> None:
+    def _next(self) -> None:
         self._title("next")
-        model, out = flags.model or "MODEL", str(flags.out)
-        check = ["allhands", "data", "check", out, "--model", model]
-        train = ["allhands", "train", "--model", model, "--data", out]
+        model, out = self._asked.model or "MODEL", str(self._asked.out)
+        train = ["train", "--model", model, "--data", out]
         if (
             Path(model).is_dir() and not (Path(model) / "config.json").exists()
         ):  # only a tokenizer, for a new model
-            train = ["allhands", "pretrain", "--tokenizer", model, "--data", out]
-        template = (
-            ["--chat-template", flags.chat_template] if flags.chat_template is not None else []
-        )
-        for command in (
-            ([*check, *template], [*train, *template]) if self._outcome.kept["train"] else ()
-        ):
-            self._console.print(Text(f"  {shlex.join(command)}"), soft_wrap=True)
+            train = ["pretrain", "--tokenizer", model, "--data", out]
+        chat = self._asked.chat_template
+        template = [] if chat is None else ["--chat-template", chat]
+        if self._outcome.kept["train"]:
+            for command in (["data", "check", out, "--model", model], train):
+                line = shlex.join(["allhands", *command, *template])
+                self._console.print(f"  {line}", soft_wrap=True)
         if any(self._outcome.preference.values()):
             self._say(
-                f"preference data, for methods that learn from it: {flags.out / 'preference'}"
+                f"preference data, for methods that learn from it: {self._asked.out / PREFERENCE}"
             )
 
 

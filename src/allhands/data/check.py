@@ -89,7 +89,7 @@ class CheckOptions:
 
 @dataclass(frozen=True)
 class DataFinding:
-    """One finding about the data. The command line has the words for it.
+    """One finding about the data; :func:`allhands.data.findings.words_of` has the words for it.
 
     Attributes:
         code: stable name.
