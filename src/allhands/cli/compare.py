@@ -20,7 +20,6 @@ from allhands.infer.comparing import (
     AnswersCompared,
     Load,
     answers,
-    compared,
     held_out_prompts,
     place_of_answers,
     save_comparison,
@@ -58,7 +57,7 @@ def compare(asked: Compare) -> None:
                 show_speed(console, label, speed)
         if not speaks:
             return
-        comparison = compared(prompts, *found)
+        comparison = AnswersCompared(prompts, *found)
         show_comparison(
             console, comparison, asked.show, asked.max_tokens, scored=asked.data == "demo"
         )

@@ -15,7 +15,13 @@ from allhands.config.command_line import arguments, command_line
 from allhands.config.schema import TrainConfig, build_config
 from allhands.data.demo import write_demo_data
 from allhands.errors import AllhandsError, ConfigError
-from allhands.infer.comparing import SCORED, answers, compared, held_out_prompts, save_comparison
+from allhands.infer.comparing import (
+    SCORED,
+    AnswersCompared,
+    answers,
+    held_out_prompts,
+    save_comparison,
+)
 from allhands.io.files import make_directory, write_whole
 from allhands.io.formatting import counted
 from allhands.io.pictures import DRAWN_HERE
@@ -85,7 +91,7 @@ def demo(asked: Demo) -> None:
     adapter = asked.out / "two-processes"
     after, speed = answers(model, adapter, prompts, MAX_TOKENS)
     show_speed(console, "with adapter", speed)
-    comparison = compared(prompts, before, after)
+    comparison = AnswersCompared(prompts, before, after)
     show_comparison(console, comparison, 4, MAX_TOKENS, scored=True)
     save_comparison(comparison, asked.out / ANSWERS_FILE)
     console.print(

@@ -47,8 +47,8 @@ def _export_adapter(asked: Export) -> None:
     done = export_peft(
         asked.adapter_path,
         asked.out,
-        model=asked.model,
-        base=asked.base,
+        asked.model,
+        asked.base,
         force=asked.force,
         trust_remote_code=asked.trust_remote_code,
     )
@@ -91,7 +91,7 @@ def import_adapter(asked: Import) -> None:
     done = import_peft(
         asked.path,
         asked.out,
-        model=asked.model,
+        asked.model,
         force=asked.force,
         trust_remote_code=asked.trust_remote_code,
     )

@@ -274,12 +274,6 @@ def template_findings(
     ]
 
 
-def answer_text(record: Record) -> str:
-    """Return the last answer of a chat or completion, with its thinking and its calls."""
-    answers = [message for message in record.turns if message["role"] == "assistant"]
-    return "\n".join(spoken_words(answers[-1:])).strip()
-
-
 # --- one split ------------------------------------------------------------------------------------
 
 # Findings that are counted example by example: severity, share of the examples from which on they
@@ -380,7 +374,9 @@ class _Tally:
         if record.kind != "text":
             if answer is not None:
                 self._trained_prompt += int((rendered.mask & ~answer)[:limit].sum())
-            key = hashlib.blake2b(answer_text(record).encode(), digest_size=8).digest()
+            answers = [message for message in record.turns if message["role"] == "assistant"]
+            words = "\n".join(spoken_words(answers[-1:])).strip()
+            key = hashlib.blake2b(words.encode(), digest_size=8).digest()
             self._answers[key] += 1
             # A frequent answer comes early, so places are kept for the first answers only.
             if key in self._answer_places or len(self._answer_places) < _FIRST_ANSWERS:

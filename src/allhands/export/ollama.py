@@ -131,7 +131,8 @@ def recognise(path: Path, adapter_path: Path | None = None) -> Recognised:
         ModelError: it has none, or none that is known here.
     """
     tokenizer: Any = load_tokenizer(str(path), chat=ChatChoice(kept=adapter_path)).tokenizer
-    hint = f"allhands export --to gguf, and a Modelfile of your own beside it (known: {_names()})"
+    names = ", ".join(dict.fromkeys(each.name.partition(",")[0] for each in FORMATS))
+    hint = f"allhands export --to gguf, and a Modelfile of your own beside it (known: {names})"
     if not has_chat_template(tokenizer):
         raise ModelError(
             "the model has no chat template",
@@ -193,10 +194,6 @@ def _system_of(text: str, found: ChatFormat) -> str | None:
     if not mark or not text.startswith(before) or not text.endswith(after):
         return None
     return text.removeprefix(before).removesuffix(after)
-
-
-def _names() -> str:
-    return ", ".join(dict.fromkeys(each.name.partition(",")[0] for each in FORMATS))
 
 
 def modelfile(found: Recognised) -> str:

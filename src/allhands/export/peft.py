@@ -51,9 +51,9 @@ class Exchanged:
 def export_peft(
     adapter_path: Path,
     out: Path,
-    *,
     model: str | None,
     base: str | None,
+    *,
     force: bool,
     trust_remote_code: bool,
 ) -> Exchanged:
@@ -105,7 +105,7 @@ def export_peft(
 
 
 def import_peft(
-    source: Path, out: Path, *, model: str | None, force: bool, trust_remote_code: bool
+    source: Path, out: Path, model: str | None, *, force: bool, trust_remote_code: bool
 ) -> Exchanged:
     """Write an adapter of PEFT as a directory for ``--adapter-path``, whole or not at all.
 

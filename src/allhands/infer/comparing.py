@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allhands.data.demo import demo_records, pirate_share
+from allhands.data.demo import demo_source, pirate_share
 from allhands.data.records import ColumnNames, Record
-from allhands.data.splits import full_places, load_split
+from allhands.data.splits import full_places, split_of_folder
 from allhands.data.templates import ChatChoice
 from allhands.errors import DataError
 from allhands.io.files import make_directory, require_ours, require_writable, write_whole
@@ -32,15 +32,21 @@ class AnswersCompared:
         prompts: the prompts.
         before: answers without the adapter.
         after: answers with the adapter.
-        before_share: share of pirate words in ``before``.
-        after_share: share of pirate words in ``after``.
     """
 
-    prompts: tuple[str, ...]
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-    before_share: float
-    after_share: float
+    prompts: Sequence[str]
+    before: Sequence[str]
+    after: Sequence[str]
+
+    @property
+    def before_share(self) -> float:
+        """Share of pirate words in ``before``."""
+        return pirate_share(self.before)
+
+    @property
+    def after_share(self) -> float:
+        """Share of pirate words in ``after``."""
+        return pirate_share(self.after)
 
 
 def place_of_answers(adapter_path: Path, out: Path | None, *, force: bool) -> Path | None:
@@ -68,12 +74,13 @@ def held_out_prompts(data: str, count: int) -> list[str]:
     """
     folder = Path(data)
     with full_places(folder):
-        records = (
-            demo_records("test")
+        split = (
+            demo_source("test")
             if data == "demo"
-            else load_split(folder, "test", ColumnNames(), required=True)
+            else split_of_folder(folder, "test", ColumnNames(), required=True)
         )
-    prompts = [text for record in records if (text := _question(record))]
+        records = split.records() if split is not None else ()
+        prompts = [text for record in records if (text := _question(record))]
     if not prompts:
         raise DataError(
             "no example of test.jsonl has a question",
@@ -116,18 +123,10 @@ def answers(
         return answer_all(load_for_generation(model, adapter_path, chat=chat), prompts, max_tokens)
 
 
-def compared(
-    prompts: Sequence[str], before: Sequence[str], after: Sequence[str]
-) -> AnswersCompared:
-    """Score two sets of answers to the same prompts."""
-    return AnswersCompared(
-        tuple(prompts), tuple(before), tuple(after), pirate_share(before), pirate_share(after)
-    )
-
-
 def save_comparison(comparison: AnswersCompared, path: Path) -> None:
     """Write prompts, answers and scores as JSON."""
     make_directory(path.parent)
-    text = json.dumps(asdict(comparison), indent=1, ensure_ascii=False)
+    shares = {"before_share": comparison.before_share, "after_share": comparison.after_share}
+    text = json.dumps(asdict(comparison) | shares, indent=1, ensure_ascii=False)
     # Private like all files of a run, because it has people's questions.
     write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), private=True)
