@@ -49,7 +49,7 @@ def prepare(asked: DataPrepare) -> None:
         asked.documents, asked.hub_split, asked.hub_config, asked.streaming, asked.limit
     )
     sources = find_sources(asked.sources, wanted)
-    chat_choice(asked.chat_template, asked.system)  # refuses wrong values
+    chat_choice(asked)  # refuses wrong values
     measure = _measure(asked.model, asked) if asked.model else None
     try:
         with counting(_UPDATE_EVERY) as count:

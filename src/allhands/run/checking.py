@@ -272,18 +272,15 @@ class ShownSample:
     def watch(self, items: Iterable[Example | DataError]) -> Iterator[Example | DataError]:
         """Yield the same items, and keep some of them."""
         for item in items:
-            if not isinstance(item, DataError) and item.record is not None:
-                self._add(item.record)
+            if not isinstance(item, DataError) and (record := item.record) is not None:
+                if record.line in self.lines:
+                    self._asked.append(record)
+                if self._number and self._seen % self._stride == 0:
+                    self._spread.append(record)
+                    if len(self._spread) > 2 * self._number:
+                        self._spread, self._stride = self._spread[::2], 2 * self._stride
+                self._seen += 1
             yield item
-
-    def _add(self, record: Record) -> None:
-        if record.line in self.lines:
-            self._asked.append(record)
-        if self._number and self._seen % self._stride == 0:
-            self._spread.append(record)
-            if len(self._spread) > 2 * self._number:
-                self._spread, self._stride = self._spread[::2], 2 * self._stride
-        self._seen += 1
 
     def chosen(self) -> list[Record]:
         """Return the requested records, then the spread ones, in order."""
