@@ -51,15 +51,19 @@ def check(asked: DataCheck) -> None:
     if asked.as_json:
         print_json(found.to_json(), ensure_ascii=False, indent=2)
     else:
-        console = console_for()
-        for report in found.reports:
-            if report.lengths.max or report.bad_rows or report.name == "train":
-                _print_split(console, report, config)
-        if found.shown:
-            _print_shown(console, found)
-        _print_findings(console, found.findings)
+        _print_all(found, config)
     if (asked.row and not found.shown) or (asked.strict and found.ruined):
         raise typer.Exit(DataError.exit_code)
+
+
+def _print_all(found: CheckedData, config: TrainConfig) -> None:
+    console = console_for()
+    for report in found.reports:
+        if report.lengths.max or report.bad_rows or report.name == "train":
+            _print_split(console, report, config)
+    if found.shown:
+        _print_shown(console, found)
+    _print_findings(console, found.findings)
 
 
 def _print_split(console: Console, report: SplitReport, config: TrainConfig) -> None:

@@ -38,6 +38,15 @@ class Adapter:
     config: dict[str, Any]
 
 
+def _require_adapter(kind: str, base: PeftBase) -> None:
+    if kind not in ("lora", "dora"):
+        raise ModelError(
+            f"it was trained with fine_tune_type {kind}: these are whole weights, not an adapter",
+            code="adapter-is-full-weights",
+            hint=f"PEFT holds LoRA and DoRA adapters; {base.other_way}",
+        )
+
+
 def to_peft(adapter: Adapter, base: PeftBase) -> Adapter:
     """Convert an adapter of mlx_lm to PEFT's format.
 
@@ -46,12 +55,7 @@ def to_peft(adapter: Adapter, base: PeftBase) -> Adapter:
             that PEFT cannot adapt.
     """
     kind = adapter.config.get("fine_tune_type", "lora")
-    if kind not in ("lora", "dora"):
-        raise ModelError(
-            f"it was trained with fine_tune_type {kind}: these are whole weights, not an adapter",
-            code="adapter-is-full-weights",
-            hint=f"PEFT holds LoRA and DoRA adapters; {base.other_way}",
-        )
+    _require_adapter(kind, base)
     settings: Mapping[str, Any] = adapter.config["lora_parameters"]
     rank, scale = int(settings["rank"]), float(settings["scale"])
     weights: dict[str, mx.array] = {}
