@@ -79,10 +79,7 @@ def demo(asked: Demo) -> None:
 
     # Each "computer" has half of this machine's cores in both runs, so that two have twice as many.
     cores = max(1, allowed_cores() // 2)
-    histories = [
-        _training(console, asked.out, model, ranks, cores, asked.iters, asked.seed)
-        for ranks in (1, 2)
-    ]
+    histories = [_training(console, asked, model, ranks, cores) for ranks in (1, 2)]
 
     _title(console, "5. One computer against two", "allhands plot RUN RUN")
     _show_times(console, asked.out, histories, cores)
@@ -142,10 +139,8 @@ def demo_config(
     )
 
 
-def _training(
-    console: Console, out: Path, model: str, ranks: int, cores: int, iters: int, seed: int
-) -> RunHistory:
-    config = demo_config(out, model, ranks, cores, iters, seed)
+def _training(console: Console, asked: Demo, model: str, ranks: int, cores: int) -> RunHistory:
+    config = demo_config(asked.out, model, ranks, cores, asked.iters, asked.seed)
     words = "one process" if ranks == 1 else "two processes"
     _title(
         console,

@@ -48,7 +48,8 @@ class Explained:
             ("trained" if trained else "masked", "".join(text for text, _ in group))
             for trained, group in groupby(self.pieces, key=lambda piece: piece[1])
         ]
-        return [run for run in (*runs, ("cut", self.cut)) if run[1]]
+        runs.append(("cut", self.cut))
+        return [run for run in runs if run[1]]
 
 
 def token_texts(tokenizer: Any, text: str, encoded: Encoded) -> list[str]:
