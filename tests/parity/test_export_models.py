@@ -228,8 +228,8 @@ def test_tensors_have_the_names_that_llama_cpp_knows(tmp_path: Path) -> None:
 def test_a_gguf_file_that_is_not_the_model_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    from allhands.cli.export_models import export_model
     from allhands.export.fusing import FuseOptions
+    from allhands.export.ollama import export_gguf
 
     base = write_model(tmp_path / "base", layers=2)
     save = mx.save_gguf
@@ -248,7 +248,7 @@ def test_a_gguf_file_that_is_not_the_model_is_not_published(
 
     monkeypatch.setattr(mx, "save_gguf", damaged)
     with pytest.raises(ModelError, match=r"not kept: model\.layers\.1\.self_attn\.q_proj\.weight"):
-        export_model("gguf", FuseOptions(str(base), None), tmp_path / "out")
+        export_gguf(FuseOptions(str(base), None), tmp_path / "out", modelled=False)
     assert not (tmp_path / "out").exists()
 
 

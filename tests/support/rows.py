@@ -8,6 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from allhands.data.records import ColumnNames, Record
+from allhands.data.splits import split_of_folder
+
 WORDS = (
     "amber",
     "basin",
@@ -62,3 +65,9 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 def report_of(out: Path) -> dict[str, Any]:
     """What ``data prepare`` reported."""
     return json.loads((out / "report.json").read_text(encoding="utf-8"))
+
+
+def load_split(data_dir: Path, split: str, columns: ColumnNames, *, required: bool) -> list[Record]:
+    """All records of a split of a folder; [] if it is absent and not required."""
+    source = split_of_folder(data_dir, split, columns, required=required)
+    return [] if source is None else list(source.records())

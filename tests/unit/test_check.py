@@ -17,14 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from allhands.cli.check import (
-    SIGNS,
-    run_text,
-    vocabulary_of,
-)
+from allhands.cli.check import SIGNS, run_text
 from allhands.cli.commands import function_of
-from allhands.cli.findings import WORDS as FINDINGS
-from allhands.cli.findings import words_of
 from allhands.cli.parser import App
 from allhands.data.check import (
     CheckOptions,
@@ -34,10 +28,13 @@ from allhands.data.check import (
     check,
     template_findings,
 )
+from allhands.data.findings import WORDS as FINDINGS
+from allhands.data.findings import words_of
 from allhands.data.records import Record
 from allhands.data.render import Renderer
 from allhands.data.shapes import Example
 from allhands.errors import ConfigError, DataError
+from allhands.model.tokenizer import vocabulary_of
 
 # The tiny model's tokenizer has a token a byte; its template writes <|im_start|>user\n,
 # <|im_end|>\n and so on.
@@ -600,11 +597,10 @@ def test_wrong_input_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
         run("demo", "--packing", "--mask-prompt")
 
 
-def test_the_vocabulary_is_read_from_the_models_config(tmp_path: Path) -> None:
+def test_the_vocabulary_is_read_from_the_models_config() -> None:
     for values, size in (
         ({"vocab_size": 7}, 7),
         ({"text_config": {"vocab_size": 9}}, 9),
         ({"text_config": 1}, None),
     ):
-        (tmp_path / "config.json").write_text(json.dumps(values))
-        assert vocabulary_of(tmp_path) == size
+        assert vocabulary_of(values) == size

@@ -14,9 +14,9 @@ from test_check import CLEAN, VALID, chat, chats, look, row, run, write
 from tiny import run_allhands, with_positions, write_model
 
 from allhands.cli.check import spread_table
-from allhands.cli.findings import words_of
 from allhands.config.schema import build_config
 from allhands.data.check import CheckOptions, Examiner, check
+from allhands.data.findings import words_of
 from allhands.data.lengths import LengthSummary
 from allhands.data.outcome import NUM_REASONS
 from allhands.data.records import ColumnNames

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_check import chat
 
-from allhands.cli.check import ShownSample
+from allhands.run.checking import ShownSample
 
 
 @settings(max_examples=40, deadline=None, database=None)

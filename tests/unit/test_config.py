@@ -11,8 +11,9 @@ import pytest
 from command_line import parse
 from mlx_lm.lora import CONFIG_DEFAULTS
 
-from allhands.cli.demo import arguments, command_line, demo_config
+from allhands.cli.demo import demo_config
 from allhands.config.aliases import ALIASES, ELSEWHERE, for_key
+from allhands.config.command_line import arguments, command_line
 from allhands.config.pretrain_schema import PretrainConfig
 from allhands.config.schema import TrainConfig, build_config
 from allhands.config.yaml_files import read_yaml

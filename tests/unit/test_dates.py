@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from chat_tokenizers import CHATML, tiny
 
-from allhands.cli.findings import words_of
 from allhands.data.check import CheckOptions, DataFinding, Examiner, check
+from allhands.data.findings import words_of
 from allhands.data.records import Record
 from allhands.data.render import ChatTemplate, Renderer
 from allhands.data.shapes import Example

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+from rows import load_split
 
 from allhands.data.demo import (
     QuestionPair,
@@ -26,7 +27,6 @@ from allhands.data.demo import (
     write_demo_data,
 )
 from allhands.data.records import ColumnNames
-from allhands.data.splits import load_split
 
 # A word in more pairs than this says nothing about what a question is about.
 COMMON = 25

@@ -160,5 +160,6 @@ def test_an_answer_that_spells_out_the_header_does_not_draw_a_later_one_to_it() 
     tokenizer = tiny(THINKING)
     for train_on in ("assistant", "last"):
         renderer = Renderer(tokenizer, mask_prompt=True, max_seq_length=512, train_on=train_on)
-        runs = [text for text, trained in renderer.explain(chat(*messages)).runs() if trained]
+        explained = renderer.explain(chat(*messages))
+        runs = [text for kind, text in explained.runs() if kind == "trained"]
         assert runs == ["<think>\nmore</s>", "d</s>"][-1 if train_on == "last" else 0 :]

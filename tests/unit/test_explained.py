@@ -59,8 +59,8 @@ def test_pieces_are_the_text_of_the_tokens(name: str) -> None:
                 case,
                 piece,
             )
-        assert "".join(piece for piece, _ in explained.runs()) == text
-        assert all(a[1] != b[1] for a, b in pairwise(explained.runs()))
+        assert "".join(piece for _, piece in explained.runs()) == text
+        assert all(a[0] != b[0] for a, b in pairwise(explained.runs()))
         limit = len(rendered.tokens) - 3
         cut = Renderer(tokenizer, mask_prompt=True, max_seq_length=limit).explain(record)
         assert cut.pieces == explained.pieces[:limit]
@@ -78,7 +78,7 @@ def test_pieces_of_text_without_a_template() -> None:
     assert explained.text == "<bos>Once upon 🦜<eos>"
     bare = Renderer(tiny(None), mask_prompt=True, max_seq_length=64)
     explained = bare.explain(Record("completion", prompt="How ", completion="are 🦜 you </s> "))
-    assert explained.runs() == [("How", False), (" are 🦜 you </s> </s>", True)]
+    assert explained.runs() == [("masked", "How"), ("trained", " are 🦜 you </s> </s>")]
     with pytest.raises(ModelError) as caught:
         bare.explain(Record("chat", messages=(user("a"), answer("b"))))
     assert caught.value.code == "chat-template-missing"

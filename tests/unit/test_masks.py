@@ -499,8 +499,8 @@ def trained_runs(record: Record, **options: Any) -> list[str]:
     renderer = Renderer(smollm2(), **({"mask_prompt": True, "max_seq_length": 4096} | options))
     return [
         text.removesuffix("<|im_end|>")
-        for text, trained in renderer.explain(record).runs()
-        if trained
+        for kind, text in renderer.explain(record).runs()
+        if kind == "trained"
     ]
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rows import load_split
 
 from allhands.data.records import ColumnNames
-from allhands.data.splits import load_split
 from allhands.errors import DataError
 
 DEFAULT = ColumnNames()

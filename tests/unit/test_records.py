@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import load_split
 
 from allhands.data.reading import read_records
 from allhands.data.records import ColumnNames, Record, parse_record
-from allhands.data.splits import load_split, split_of_hub
+from allhands.data.splits import split_of_hub
 from allhands.errors import ConfigError, DataError
 
 DATA = Path(

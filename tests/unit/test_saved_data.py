@@ -15,13 +15,14 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyarrow import feather
+from rows import load_split
 
 from allhands.config.schema import TrainConfig
 from allhands.data.reading import notes_of, read_rows
 from allhands.data.records import ColumnNames, Record, parse_record
 from allhands.data.rows import Item, Row, RowProblem
 from allhands.data.sources import find_sources
-from allhands.data.splits import load_split, split_of_folder
+from allhands.data.splits import split_of_folder
 from allhands.errors import AllhandsError, DataError
 from allhands.run.datasets import find_splits
 

@@ -18,11 +18,12 @@ from rich.console import Console
 from tiny import CHAT_TEMPLATE, with_positions, write_model
 from written_runs import write_run
 
-from allhands.cli.compare import compare, compared, comparison_table, held_out_prompts, score_lines
+from allhands.cli.compare import compare, comparison_table, score_lines
 from allhands.cli.generate import generate
 from allhands.cli.verbs_models import Compare, Generate
 from allhands.data.demo import splits
 from allhands.errors import ConfigError, DataError, ModelError, StorageError
+from allhands.infer.comparing import AnswersCompared, held_out_prompts
 from allhands.infer.generate import (
     PromptTooLong,
     answer_all,
@@ -297,7 +298,7 @@ def test_data_without_questions_is_explained(tmp_path: Path) -> None:
 
 
 def test_the_score_is_by_words_over_all_answers() -> None:
-    comparison = compared(
+    comparison = AnswersCompared(
         ["a?", "b?"],
         ["Plain words here.", "Five more plain words here."],
         ["Ahoy matey", "aye it is"],
@@ -311,7 +312,7 @@ def test_the_score_is_by_words_over_all_answers() -> None:
 
 def test_the_table_shows_as_many_rows_as_asked_side_by_side() -> None:
     prompts = [f"question {i}" for i in range(5)]
-    comparison = compared(
+    comparison = AnswersCompared(
         prompts, [f"before {i} [bold]" for i in range(5)], [f"after {i}" for i in range(5)]
     )
     out = io.StringIO()
@@ -333,7 +334,7 @@ def test_compare_writes_prompts_answers_and_scores(
     saved = json.loads(out.read_text(encoding="utf-8"))
     assert saved["prompts"] == held_out_prompts("demo", 3)
     assert {len(saved[key]) for key in ("prompts", "before", "after")} == {3}
-    again = compared(saved["prompts"], saved["before"], saved["after"])
+    again = AnswersCompared(saved["prompts"], saved["before"], saved["after"])
     assert np.allclose(
         [again.before_share, again.after_share], [saved["before_share"], saved["after_share"]]
     )

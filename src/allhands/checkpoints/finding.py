@@ -32,6 +32,7 @@ from allhands.checkpoints.reading import (
 from allhands.errors import CheckpointError
 from allhands.io.paths import meant
 
+_WHAT_TO_GIVE = "give the directory of a run, or of a checkpoint in its checkpoints/"
 _WEIGHTS_ONLY = "to begin anew from these weights, without optimizer state and place in the data"
 
 
@@ -190,6 +191,39 @@ def look_at(place: Path, *, verify: bool = True) -> list[FoundCheckpoint]:
 def is_checkpoint(path: Path) -> bool:
     """Return True if ``path`` is a checkpoint, whole or damaged, and not a run directory."""
     return is_step_name(path.name) or (path / MANIFEST).exists() or (path / STATE).exists()
+
+
+def place_of(path: Path) -> Path:
+    """Return the directory of a run or checkpoint; for a file in a checkpoint, that checkpoint.
+
+    Raises:
+        CheckpointError: ``path`` does not exist, or is another file.
+    """
+    if path.is_dir():
+        return path
+    if path.exists() and is_checkpoint(path.parent):
+        return path.parent
+    what = (
+        "this file does not belong to a checkpoint"
+        if path.exists()
+        else "there is no such file or directory"
+    )
+    raise CheckpointError(
+        what, code="checkpoint-missing", where=str(path), hint=meant(path, _WHAT_TO_GIVE)
+    )
+
+
+def all_in(place: Path, *, verify: bool) -> list[FoundCheckpoint]:
+    """Return :func:`look_at` of ``place``.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or a directory cannot be read.
+    """
+    if found := look_at(place, verify=verify):
+        return found
+    raise CheckpointError(
+        "it holds no checkpoint", code="checkpoint-missing", where=str(place), hint=_WHAT_TO_GIVE
+    )
 
 
 # --- the checkpoint for --resume ------------------------------------------------------------------

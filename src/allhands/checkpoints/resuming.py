@@ -68,30 +68,22 @@ class Restored:
 
 
 def find_checkpoint(
-    config: TrainConfig, directory: Path, run_id: str, attempt: int, *, verify: bool = True
+    config: TrainConfig, directory: Path, run_id: str, attempt: int
 ) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint that this start goes on from (``None`` without one), and notes.
 
     A restart (``attempt`` above 1) goes on from its own run's latest checkpoint. If none is whole,
     it begins as the first attempt did, because no person is there to decide otherwise.
 
-    Args:
-        verify: True to compare SHA-256 sums; else only sizes are compared, which takes
-            milliseconds.
-
     Raises:
         CheckpointError: the requested checkpoint is missing or damaged, or all checkpoints are
             damaged.
     """
     rejected: list[CheckpointError] = []
-    found = (
-        latest(directory, run_id=run_id, verify=verify, rejected=rejected) if attempt > 1 else None
-    )
+    found = latest(directory, run_id=run_id, rejected=rejected) if attempt > 1 else None
     own_lost = found is None and bool(rejected)
     if found is None and config.resume is not None:
-        found = _asked_for(
-            config.resume, directory, run_id if attempt > 1 else None, rejected, verify
-        )
+        found = _asked_for(config.resume, directory, run_id if attempt > 1 else None, rejected)
     notes = _left_out(rejected)
     if own_lost:
         start = "the beginning" if found is None else str(found.path)
@@ -130,7 +122,7 @@ def date_of(checkpoint: Checkpoint) -> datetime | None:
 
 
 def _asked_for(
-    resume: str, directory: Path, run_id: str | None, rejected: list[CheckpointError], verify: bool
+    resume: str, directory: Path, run_id: str | None, rejected: list[CheckpointError]
 ) -> Checkpoint | None:
     """Return the checkpoint for ``--resume``.
 
@@ -139,10 +131,10 @@ def _asked_for(
             start.
     """
     if resume != AUTO:
-        return find(resume, directory, verify=verify)
+        return find(resume, directory)
     if run_id is not None and _began_without(directory, run_id):
-        return latest(directory, verify=verify, rejected=rejected)
-    return find_latest(directory, verify=verify, rejected=rejected)
+        return latest(directory, rejected=rejected)
+    return find_latest(directory, rejected=rejected)
 
 
 def _began_without(directory: Path, run_id: str) -> bool:

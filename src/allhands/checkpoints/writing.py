@@ -143,7 +143,6 @@ def write_checkpoint(
     state: Mapping[str, Any],
     tensors: Mapping[str, Sequence[Tensor]],
     texts: Mapping[str, str] | None = None,
-    progress: Callable[[], None] = lambda: None,
 ) -> Checkpoint:
     """Write a checkpoint, and replace the one at ``target`` if there is one.
 
@@ -158,7 +157,6 @@ def write_checkpoint(
             manifest, too.
         tensors: arrays by file name; an array's name in the checkpoint is made of both names.
         texts: contents of further files, by name.
-        progress: called after each few megabytes.
 
     Raises:
         StorageError: the checkpoint cannot be written, or ``target`` holds foreign files. The old
@@ -167,7 +165,7 @@ def write_checkpoint(
         TypeError: ``state`` holds values that are not JSON's.
     """
     with drafting(target) as draft:
-        return draft.publish(step, run_id, state, tensors, texts, progress)
+        return draft.publish(step, run_id, state, tensors, texts)
 
 
 def _whole_or_part(file: str, tensor: Tensor) -> StoredArray:

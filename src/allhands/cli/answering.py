@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from allhands.cli.parser import refuse_idle
-from allhands.cli.verbs_models import Chat, Compare, Generate
+from allhands.cli.verbs_data import DataPrepare
+from allhands.cli.verbs_models import Chat, Compare, Generate, Serve
 from allhands.data.templates import ChatChoice
 from allhands.errors import ConfigError
 from allhands.io.terminal import tell
@@ -43,17 +44,17 @@ def tell_harm(adapter_path: Path | None, model: str | None = None) -> None:
         tell(f"allhands: warning: {told}")
 
 
-def chat_choice(template: str | None, system: str) -> ChatChoice:
+def chat_choice(asked: Generate | Chat | Serve | DataPrepare) -> ChatChoice:
     """Return the choice of a chat template that the two options make.
 
     Raises:
-        ConfigError: ``system`` is neither template nor merge.
+        ConfigError: ``--system`` is neither template nor merge.
     """
-    if system not in ("template", "merge"):
+    if asked.system not in ("template", "merge"):
         raise ConfigError(
-            f"{system!r} is not known",
+            f"{asked.system!r} is not known",
             code="value-unknown",
             where="--system",
             hint="write merge, or leave it out; --system-prompt gives the text of a system message",
         )
-    return ChatChoice(template, cast("Any", system))
+    return ChatChoice(asked.chat_template, cast("Any", asked.system))

@@ -30,7 +30,7 @@ _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops a
 def chat(asked: Chat) -> None:
     """Run the verb."""
     ranks = ranks_asked(asked)
-    chat_choice(asked.chat_template, asked.system)  # refuses wrong values early
+    chat_choice(asked)  # refuses wrong values early
     path = os.environ.get(VARIABLE)
     if ranks is not None and path is None:
         require_terminal_here(asked.hosts, asked.hostfile)

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 import sys
 import time
 from pathlib import Path
 
 from rich.console import Console
 
-from allhands.cli.compare import (
-    SCORED,
-    answers,
-    compared,
-    held_out_prompts,
-    save_comparison,
-    show_comparison,
-    show_speed,
-)
+from allhands.cli.compare import show_comparison, show_speed
 from allhands.cli.verbs_runs import Demo
 from allhands.cluster.training import supervise_training
+from allhands.config.command_line import arguments, command_line
 from allhands.config.schema import TrainConfig, build_config
 from allhands.data.demo import write_demo_data
 from allhands.errors import AllhandsError, ConfigError
+from allhands.infer.comparing import (
+    SCORED,
+    AnswersCompared,
+    answers,
+    held_out_prompts,
+    save_comparison,
+)
 from allhands.io.files import make_directory, write_whole
+from allhands.io.formatting import counted
 from allhands.io.pictures import DRAWN_HERE
 from allhands.io.terminal import console_for
 from allhands.model.load import get_model
 from allhands.observe.metrics import ANSWERS_FILE, RunHistory, read_metrics
 from allhands.observe.plots import plot_losses
-from allhands.observe.times import times_markdown, times_table
+from allhands.observe.times import largest_gap, times_markdown, times_table
 from allhands.runtime.blas import allowed_cores
 from allhands.runtime.gpus import nvidia_gpus
 
@@ -57,7 +56,10 @@ def demo(asked: Demo) -> None:
     _title(
         console, "1. Model: SmolLM2-135M-Instruct, a small chat model", "allhands model get demo"
     )
-    model = str(_model(console, asked.out / "model"))
+    model = str(place := asked.out / "model")
+    if not place.exists():
+        get_model("demo", place, report=lambda line: console.print(line, soft_wrap=True))
+    console.print(f"model: {model}", soft_wrap=True)
 
     _title(console, "2. Data: everyday questions, answered in pirate English", "allhands data demo")
     counts = write_demo_data(asked.out / "data")
@@ -77,10 +79,7 @@ def demo(asked: Demo) -> None:
 
     # Each "computer" has half of this machine's cores in both runs, so that two have twice as many.
     cores = max(1, allowed_cores() // 2)
-    histories = [
-        _training(console, asked.out, model, ranks, cores, asked.iters, asked.seed)
-        for ranks in (1, 2)
-    ]
+    histories = [_training(console, asked, model, ranks, cores) for ranks in (1, 2)]
 
     _title(console, "5. One computer against two", "allhands plot RUN RUN")
     _show_times(console, asked.out, histories, cores)
@@ -89,7 +88,7 @@ def demo(asked: Demo) -> None:
     adapter = asked.out / "two-processes"
     after, speed = answers(model, adapter, prompts, MAX_TOKENS)
     show_speed(console, "with adapter", speed)
-    comparison = compared(prompts, before, after)
+    comparison = AnswersCompared(prompts, before, after)
     show_comparison(console, comparison, 4, MAX_TOKENS, scored=True)
     save_comparison(comparison, asked.out / ANSWERS_FILE)
     console.print(
@@ -107,13 +106,6 @@ def _title(console: Console, title: str, command: str) -> None:
     console.print()
     console.rule(title, align="left", style="bold")
     console.print(f"the command for this step: {command}", style="dim")
-
-
-def _model(console: Console, path: Path) -> Path:
-    if not path.exists():
-        get_model("demo", path, report=lambda line: console.print(line, soft_wrap=True))
-    console.print(f"model: {path}", soft_wrap=True)
-    return path
 
 
 def demo_config(
@@ -147,14 +139,12 @@ def demo_config(
     )
 
 
-def _training(
-    console: Console, out: Path, model: str, ranks: int, cores: int, iters: int, seed: int
-) -> RunHistory:
-    config = demo_config(out, model, ranks, cores, iters, seed)
+def _training(console: Console, asked: Demo, model: str, ranks: int, cores: int) -> RunHistory:
+    config = demo_config(asked.out, model, ranks, cores, asked.iters, asked.seed)
     words = "one process" if ranks == 1 else "two processes"
     _title(
         console,
-        f"4. Training on {words}, {cores} core{'s' * (cores > 1)} each",
+        f"4. Training on {words}, {counted(cores, 'core')} each",
         command_line(config),
     )
     console.print(hardware_line(cores).replace(" had ", " has "), soft_wrap=True)
@@ -169,26 +159,6 @@ def _training(
         error.exit_code = code  # type: ignore[misc]
         raise error
     return read_metrics(config.adapter_path)
-
-
-def arguments(config: TrainConfig) -> list[str]:
-    """Return the command-line arguments that give ``config``."""
-    # The configuration file is left out. If it were read again, it would undo flags that have set
-    # an option back to its default.
-    given = config.model_dump(mode="json", exclude_defaults=True, exclude={"config"})
-    result = ["train"]
-    for name, value in given.items():
-        flag = f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            result.append(flag if value else f"--no-{flag[2:]}")
-        else:
-            result += [flag, json.dumps(value) if isinstance(value, dict | list) else str(value)]
-    return result
-
-
-def command_line(config: TrainConfig) -> str:
-    """Return the command line that gives ``config``."""
-    return shlex.join(["allhands", *arguments(config)])
 
 
 def _show_times(console: Console, out: Path, histories: list[RunHistory], cores: int) -> None:
@@ -206,16 +176,8 @@ def _show_times(console: Console, out: Path, histories: list[RunHistory], cores:
 
 def hardware_line(cores: int) -> str:
     """Return a line about the hardware of each process, which explains the speed-up."""
-    line = f"each process had {cores} core{'s' * (cores > 1)} in both runs"
+    line = f"each process had {counted(cores, 'core')} in both runs"
     gpus = nvidia_gpus()
     if gpus == 1 or sys.platform == "darwin":
         return f"{line}; this machine has one GPU, which two processes share: expect no speed-up from the second"
     return f"{line} and a GPU of its own" if gpus else line
-
-
-def largest_gap(histories: list[RunHistory]) -> float:
-    """Return the largest difference between the training losses of the two runs at one step."""
-    losses = [{report.step: report.loss for report in history.train} for history in histories]
-    return max(
-        abs(losses[0][step] - losses[1][step]) for step in losses[0].keys() & losses[1].keys()
-    )

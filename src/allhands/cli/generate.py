@@ -97,7 +97,7 @@ def with_model(
         typer.Exit: the ranks have ended.
     """
     adapter, trust = asked.adapter_path, asked.trust_remote_code
-    chat = chat_choice(asked.chat_template, asked.system)
+    chat = chat_choice(asked)
 
     def told(loaded: LoadedModel, speaks: bool, answering: AnsweringRanks | None) -> None:
         if speaks:

@@ -20,13 +20,13 @@ from allhands.run.gradient_check_alone import check_gradient
 DEFAULT_LONGEST = 1024
 
 
-def _named_once(argument: str | None, option: str | None) -> str:
+def _named_once(asked: ModelGet | ModelCheck) -> str:
     """Return the model, named either as an argument or as an option.
 
     Raises:
         ConfigError: it is named in neither way, or in both.
     """
-    given = [name for name in (argument, option) if name is not None]
+    given = [name for name in (asked.source, asked.model) if name is not None]
     if len(given) != 1:
         raise ConfigError(
             "it is named twice" if given else "this argument is missing",
@@ -39,7 +39,7 @@ def _named_once(argument: str | None, option: str | None) -> str:
 
 def get(asked: ModelGet) -> None:
     """Run the verb."""
-    name = _named_once(asked.source, asked.model)
+    name = _named_once(asked)
 
     console = console_for(soft_wrap=True)
     target = asked.out or Path("models") / name.rstrip("/").split("/")[-1]
@@ -51,7 +51,7 @@ def get(asked: ModelGet) -> None:
 
 def check(asked: ModelCheck) -> None:
     """Run the verb."""
-    given, name = asked.flags, _named_once(asked.source, asked.model)
+    given, name = asked.flags, _named_once(asked)
     config = build_config({**given, "model": name, "train": True, "val_batches": 0})
 
     console = console_for(soft_wrap=True)

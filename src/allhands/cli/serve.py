@@ -14,7 +14,7 @@ from allhands.runtime.http_guard import listen
 
 def serve(asked: Serve) -> None:
     """Run the verb."""
-    choice = chat_choice(asked.chat_template, asked.system)
+    choice = chat_choice(asked)
     listening = listen(
         asked.host,
         asked.port,

@@ -89,7 +89,7 @@ class CheckOptions:
 
 @dataclass(frozen=True)
 class DataFinding:
-    """One finding about the data. The command line has the words for it.
+    """One finding about the data; :func:`allhands.data.findings.words_of` has the words for it.
 
     Attributes:
         code: stable name.
@@ -194,8 +194,13 @@ class Examiner:
         self.special = special_tokens(tokenizer)
         self.special_ids = np.array(sorted({*self.special, *self.stops}), dtype=np.int64)
         own = own_tokens(tokenizer).values()
-        self._special_text = pattern_of(set(self.special.values()) - set(own))
-        self._own_text = None if options.trains_embedding else pattern_of(own)
+        # Patterns of tokens that may be written out in words: under "special" the special tokens;
+        # under "own" those that were added to the vocabulary, if training does not change the
+        # embedding.
+        self.spelled = {
+            "special": pattern_of(set(self.special.values()) - set(own)),
+            "own": None if options.trains_embedding else pattern_of(own),
+        }
 
     def view(self, record: Record) -> tuple[Rendered, Bools | None]:
         """Render a record without the cut; return it and the mask of its answers.
@@ -232,18 +237,6 @@ class Examiner:
             return False
         return not answer["content"].lstrip().startswith(self.opening)
 
-    def tokens_in(self, words: str) -> dict[str, list[str]]:
-        """Find tokens that are written out in ``words``.
-
-        Returns:
-            Under "special" the special tokens; under "own" the tokens that were added to the
-            vocabulary, if training does not change the embedding.
-        """
-        patterns = {"special": self._special_text, "own": self._own_text}
-        return {
-            name: pattern.findall(words) if pattern else [] for name, pattern in patterns.items()
-        }
-
 
 def _openings(tokenizer: Any) -> tuple[str, str]:
     if has_chat_template(tokenizer):
@@ -274,12 +267,6 @@ def template_findings(
     ]
 
 
-def answer_text(record: Record) -> str:
-    """Return the last answer of a chat or completion, with its thinking and its calls."""
-    answers = [message for message in record.turns if message["role"] == "assistant"]
-    return "\n".join(spoken_words(answers[-1:])).strip()
-
-
 # --- one split ------------------------------------------------------------------------------------
 
 # Findings that are counted example by example: severity, share of the examples from which on they
@@ -293,10 +280,13 @@ _RULES: dict[str, tuple[Severity, float, float]] = {
     "vocabulary": ("ruins", 0.0, 0.0),
     # What the chat template leaves out.
     **dict.fromkeys(
-        ("reasoning-dropped", "reasoning-key-unread", "calls-dropped"), ("harms", 0.0, 0.1)
+        (
+            *("reasoning-dropped", "reasoning-key-unread", "calls-dropped", "arguments-dropped"),
+            *("results-dropped", "media-dropped", "answers-dropped", "questions-dropped"),
+            "in-train",
+        ),
+        ("harms", 0.0, 0.1),
     ),
-    **dict.fromkeys(("arguments-dropped", "results-dropped", "media-dropped"), ("harms", 0.0, 0.1)),
-    **dict.fromkeys(("answers-dropped", "questions-dropped", "in-train"), ("harms", 0.0, 0.1)),
     **dict.fromkeys(
         ("words-beside-calls", "system-dropped", "tools-dropped", "weights-unused"),
         ("harms", 0.0, 2.0),
@@ -380,7 +370,9 @@ class _Tally:
         if record.kind != "text":
             if answer is not None:
                 self._trained_prompt += int((rendered.mask & ~answer)[:limit].sum())
-            key = hashlib.blake2b(answer_text(record).encode(), digest_size=8).digest()
+            answers = [message for message in record.turns if message["role"] == "assistant"]
+            words = "\n".join(spoken_words(answers[-1:])).strip()
+            key = hashlib.blake2b(words.encode(), digest_size=8).digest()
             self._answers[key] += 1
             # A frequent answer comes early, so places are kept for the first answers only.
             if key in self._answer_places or len(self._answer_places) < _FIRST_ANSWERS:
@@ -427,7 +419,8 @@ class _Tally:
     def _words(
         self, record: Record, rendered: Rendered, answer: Bools | None, text: str
     ) -> Iterator[str]:
-        for name, found in self._examiner.tokens_in(text).items():
+        for name, pattern in self._examiner.spelled.items():
+            found: list[str] = pattern.findall(text) if pattern else []
             if found and (name == "own" or record.kind != "text"):
                 self._texts[name].update(found)
                 yield f"{name}-{'text' if name == 'special' else 'tokens'}"
@@ -479,8 +472,10 @@ class _Tally:
             hint = "repair the others first" if reason.message == _OTHER_REASONS else reason.hint
             yield self._finding(code, severity, hits, message=reason.message, hint=hint)
 
-    def _finding(self, code: str, severity: Severity, hits: _Hits, **details: Any) -> DataFinding:
-        total = len(self._numbers["length"])
+    def _finding(
+        self, code: str, severity: Severity, hits: _Hits | None = None, **details: Any
+    ) -> DataFinding:
+        hits, total = hits or _Hits(), len(self._numbers["length"])
         return DataFinding(
             code, severity, self.name, hits.count, total, tuple(hits.places), details
         )
@@ -507,12 +502,12 @@ class _Tally:
         total = len(self._numbers["length"])
         missing = self.name != "train" and not total and not self._errors
         if number == 0 and not missing:
-            yield self._finding("no-examples", "ruins", _Hits())
+            yield self._finding("no-examples", "ruins")
         elif missing and self.name == "valid":
-            yield self._finding("no-split", "note", _Hits())
+            yield self._finding("no-split", "note")
         elif self.name == "train" and number < options.batch_size:
             yield self._finding(
-                "few-examples", "harms", _Hits(), examples=number, batch_size=options.batch_size
+                "few-examples", "harms", examples=number, batch_size=options.batch_size
             )
         yield from self._about_answers(total)
 
@@ -529,4 +524,4 @@ class _Tally:
             yield self._finding(code, severity, _Hits(texts))
         if self._trained_prompt and not options.mask_prompt and self.name == "train":
             share = self._trained_prompt / sum(self._numbers["trained"])
-            yield self._finding("mask-prompt-off", "note", _Hits(), share=share)
+            yield self._finding("mask-prompt-off", "note", share=share)

@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 from allhands.data.arrays import Bools, Int32s
 from allhands.data.encoding import Encoded, common_prefix, pieces_of_text
 from allhands.data.records import Message, Record
 from allhands.errors import DataError
 
+Kind = Literal["trained", "masked", "cut"]
 _WORDS = "Bluebell"
 
 
@@ -41,12 +42,14 @@ class Explained:
         """Everything as text, what was cut off included."""
         return "".join(text for text, _ in self.pieces) + self.cut
 
-    def runs(self) -> list[tuple[str, bool]]:
-        """Return the pieces with neighbours of the same kind joined."""
-        return [
-            ("".join(text for text, _ in group), trained)
+    def runs(self) -> list[tuple[Kind, str]]:
+        """Return the text in stretches that are trained, masked or cut off, in order."""
+        runs: list[tuple[Kind, str]] = [
+            ("trained" if trained else "masked", "".join(text for text, _ in group))
             for trained, group in groupby(self.pieces, key=lambda piece: piece[1])
         ]
+        runs.append(("cut", self.cut))
+        return [run for run in runs if run[1]]
 
 
 def token_texts(tokenizer: Any, text: str, encoded: Encoded) -> list[str]:

@@ -420,7 +420,11 @@ def unheard(
     found: dict[str, str] = {}
     for part in lost:
         if (code := _code(part, lost, parts, messages, trained)) is not None:
-            if code == "reasoning-dropped" and keeps_words and _has_key(messages[part.index]):
+            if (
+                code == "reasoning-dropped"
+                and keeps_words
+                and any(isinstance(messages[part.index].get(key), str) for key in REASONING_KEYS)
+            ):
                 code = "reasoning-key-unread"
             found.setdefault(code, _sample(part.text))
     for message in messages:
@@ -435,10 +439,6 @@ def unread(keys: Sequence[str]) -> Iterator[Unheard]:
         yield Unheard("media-dropped", "")
     if columns := [quoted(key) for key in keys if key not in MEDIA_KEYS]:
         yield Unheard(COLUMN_UNREAD, ", ".join(columns))
-
-
-def _has_key(message: Message) -> bool:
-    return any(isinstance(message.get(key), str) for key in REASONING_KEYS)
 
 
 def _sample(text: str) -> str:

@@ -33,13 +33,8 @@ def as_flags(hint: str) -> str:
     shell.
     """
     if _NAMED.search(hint):
-        return _NAMED.sub(lambda match: column_flag(match[1], match[2]), hint)
+        return _NAMED.sub(lambda match: f"--column {shlex.quote(f'{match[1]}={match[2]}')}", hint)
     return _PART.sub(r"--column \1=NAME", hint)
-
-
-def column_flag(part: str, name: str) -> str:
-    """``--column prompt=question``, quoted for a shell where that is needed."""
-    return f"--column {shlex.quote(f'{part}={name}')}"
 
 
 @dataclass

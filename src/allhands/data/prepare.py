@@ -77,17 +77,13 @@ class NothingLeft(DataError):
         self.outcome = outcome
 
 
-def no_progress(what: str, done: int, total: int | None) -> None:
-    """A :data:`Progress` that shows nothing."""
-
-
 def prepare(
     sources: Sequence[Source],
     out: Path,
     options: PrepareOptions,
     *,
     measure: Measure | None = None,
-    progress: Progress = no_progress,
+    progress: Progress = lambda *_: None,
 ) -> PrepareOutcome:
     """Write ``out`` with the rows of ``sources``; it is whole, or the earlier directory is
     unchanged.

@@ -28,6 +28,7 @@ from allhands.data.tables import (
     separator_of,
 )
 from allhands.data.values import SHAPES
+from allhands.errors import DataError
 
 FileType = Literal["jsonl", "json", "csv", "tsv", "parquet", "arrow", "text"]
 _TYPES: dict[str, FileType] = {
@@ -112,6 +113,17 @@ def unpacked_name(path: Path) -> str:
     """Return the name of a file in lower case, without the ending of a compressed file."""
     name = path.name.lower()
     return name.removesuffix(next(filter(name.endswith, _PACKED), ""))
+
+
+def require_type(path: Path, where: str) -> None:
+    """Refuse a file whose type cannot be read (DataError)."""
+    if file_type(path) is None:
+        raise DataError(
+            "files of this type cannot be read",
+            code="file-type-unsupported",
+            where=where,
+            hint=unread_hint(path),
+        )
 
 
 def unread_hint(path: Path) -> str:

@@ -20,6 +20,7 @@ from allhands.data.reading import (
     file_type,
     notes_of,
     read_rows,
+    require_type,
     splits_in,
     unpacked_name,
     unread_hint,
@@ -174,13 +175,7 @@ def _local(name: str, options: SourceOptions) -> list[Source]:
         raise DataError(
             "no such file or directory", code="data-missing", where=name, hint=meant(path, hint)
         )
-    if file_type(path) is None:
-        raise DataError(
-            "files of this type cannot be read",
-            code="file-type-unsupported",
-            where=name,
-            hint=unread_hint(path),
-        )
+    require_type(path, name)
     return _file(path, (path.parent.name,), options)
 
 

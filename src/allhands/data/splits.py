@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from allhands.data.hub import load_hub, split_names
-from allhands.data.reading import file_type, notes_of, read_hint, read_records, unread_hint
+from allhands.data.reading import (
+    file_type,
+    notes_of,
+    read_hint,
+    read_records,
+    require_type,
+    unread_hint,
+)
 from allhands.data.records import ColumnNames, Record, parse_record
 from allhands.data.saved import saved_files, saved_split, why_no_data
 from allhands.data.store import input_hash
@@ -146,13 +153,7 @@ def source_of_one_file(path: Path, columns: ColumnNames) -> RecordSource:
     Raises:
         DataError: its name does not end in a type that can be read.
     """
-    if file_type(path) is None:
-        raise DataError(
-            "files of this type cannot be read",
-            code="file-type-unsupported",
-            where=str(path),
-            hint=unread_hint(path),
-        )
+    require_type(path, str(path))
     return _source_of_files([path], [str(path)], columns)
 
 
@@ -176,13 +177,7 @@ def _entries(data_dir: Path) -> list[str]:
             hint = (
                 f"make a folder of it: allhands data prepare {data_dir} --out DIR, then --data DIR"
             )
-            if file_type(data_dir) is None:
-                raise DataError(
-                    "files of this type cannot be read",
-                    code="file-type-unsupported",
-                    where=str(data_dir),
-                    hint=unread_hint(data_dir),
-                )
+            require_type(data_dir, str(data_dir))
             if data_dir.name.split(".")[0] == "train":
                 hint = f"give the folder that holds {data_dir.name}: --data {data_dir.parent}"
             raise DataError(
@@ -232,17 +227,6 @@ def full_places(data_dir: Path) -> Generator[None]:
         if error.where and not file.is_absolute() and (data_dir / file).is_file():
             error.where = str(data_dir / error.where)
         raise
-
-
-def load_split(data_dir: Path, split: str, columns: ColumnNames, *, required: bool) -> list[Record]:
-    """Return all records of :func:`split_of_folder`; [] if the split is absent and not required.
-
-    Raises:
-        DataError: the folder, or a required file, is missing or unreadable, or a record is
-            malformed.
-    """
-    source = split_of_folder(data_dir, split, columns, required=required)
-    return [] if source is None else list(source.records())
 
 
 # mlx_lm's defaults for the keys of `hf_dataset`.

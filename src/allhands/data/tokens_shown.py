@@ -88,11 +88,10 @@ def cut(tokenizer: Tokenizer, text: str) -> TokenisedText:
 
 def _readable(raw: bytes) -> str:
     text = raw.decode("utf-8", "backslashreplace")
-    return "".join(letter if letter.isprintable() else _escaped(letter) for letter in text)
-
-
-def _escaped(letter: str) -> str:
-    return letter.encode("unicode_escape").decode()
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
 
 
 @cache

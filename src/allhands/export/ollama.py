@@ -6,6 +6,7 @@ and compared with the few formats that most models use; what is none of them is 
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +15,11 @@ from typing import Any
 from allhands.data.render import ChatTemplate, has_chat_template
 from allhands.data.templates import ChatChoice
 from allhands.errors import DataError, ModelError
+from allhands.export.fusing import Fused, FuseOptions, described, fuse_model
+from allhands.export.gguf import check_convertible, write_gguf
+from allhands.io.staging import publish, require_place, staging
 from allhands.model.load import load_tokenizer
+from allhands.model.sources import name_of, resolve
 
 GGUF_FILE, MODELFILE = "model.gguf", "Modelfile"
 _MARK = "\x00"
@@ -126,7 +131,8 @@ def recognise(path: Path, adapter_path: Path | None = None) -> Recognised:
         ModelError: it has none, or none that is known here.
     """
     tokenizer: Any = load_tokenizer(str(path), chat=ChatChoice(kept=adapter_path)).tokenizer
-    hint = f"allhands export --to gguf, and a Modelfile of your own beside it (known: {_names()})"
+    names = ", ".join(dict.fromkeys(each.name.partition(",")[0] for each in FORMATS))
+    hint = f"allhands export --to gguf, and a Modelfile of your own beside it (known: {names})"
     if not has_chat_template(tokenizer):
         raise ModelError(
             "the model has no chat template",
@@ -190,10 +196,6 @@ def _system_of(text: str, found: ChatFormat) -> str | None:
     return text.removeprefix(before).removesuffix(after)
 
 
-def _names() -> str:
-    return ", ".join(dict.fromkeys(each.name.partition(",")[0] for each in FORMATS))
-
-
 def modelfile(found: Recognised) -> str:
     """Return the Modelfile of a model in that format.
 
@@ -211,3 +213,37 @@ def modelfile(found: Recognised) -> str:
         lines.append(f'SYSTEM """{found.default_system}"""')
     lines += [f'PARAMETER stop "{text}"' for text in found.format.stop]
     return "\n".join(lines) + "\n"
+
+
+def export_gguf(
+    options: FuseOptions, out: Path, *, modelled: bool
+) -> tuple[Fused, Recognised | None]:
+    """Write a directory with the model as one GGUF, whole or not at all.
+
+    Args:
+        modelled: True to write a Modelfile for Ollama, too.
+
+    Returns:
+        The merged model, and the format of its chat template; ``None`` without a Modelfile.
+
+    Raises:
+        ConfigError: ``out`` is taken.
+        ModelError: the model cannot be written in this form, or as of :func:`fuse_model`.
+        StorageError: ``out`` cannot be written.
+    """
+    # All checks of the model come before any work.
+    path = resolve(described(options)[1])
+    check_convertible(path)
+    found = recognise(path, options.adapter_path) if modelled else None
+    text = None if found is None else modelfile(found)
+    require_place(out, "an export", (GGUF_FILE, MODELFILE, "README.md"), force=options.force)
+    with staging(out) as staged:
+        fused = staged / "fused"
+        done = fuse_model(options, fused)
+        write_gguf(fused, staged / GGUF_FILE, name_of(done.source))
+        shutil.move(fused / "README.md", staged / "README.md")
+        shutil.rmtree(fused)
+        if text is not None:
+            (staged / MODELFILE).write_text(text, encoding="utf-8")
+        publish(staged, out)
+    return done, found

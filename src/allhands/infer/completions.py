@@ -257,15 +257,11 @@ def _refusal(error: ValidationError) -> Refused:
     code = _CODES.get(first["type"], "invalid_type").format(kind)
     told = re.sub(
         r" after validation|a valid dictionary or instance.*|(?<=^)(List|String) ",
-        _shorter,
+        lambda found: "an object" if "dictionary" in found[0] else "",
         first["msg"],
     )
     param = names[0] if names[0].endswith("]") else ".".join(names)
     return Refused(f"{'.'.join(names)[:200]} {in_our_words(told)}", code=code, param=param[:100])
-
-
-def _shorter(found: re.Match[str]) -> str:
-    return "an object" if "dictionary" in found[0] else ""
 
 
 def _parsed(raw: bytes) -> _Object:

@@ -73,6 +73,14 @@ def format_moment(time: float) -> str:
         return "–"
 
 
+def format_minute(time: float) -> str:
+    """``2026-11-22 13:05`` in local time, from Unix time in seconds; ``?`` if that is no date."""
+    try:
+        return f"{datetime.fromtimestamp(time):%Y-%m-%d %H:%M}"
+    except (ValueError, OverflowError, OSError):
+        return "?"
+
+
 def counted(number: float, noun: str, plural: str = "") -> str:
     """``1 row``, ``2,000 rows``, ``0.5 rows``: at most one decimal."""
     digits = f"{number:,.1f}".removesuffix(".0")

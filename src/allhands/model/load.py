@@ -371,7 +371,6 @@ def get_model(
     conversion: Conversion | None = None,
     *,
     force: bool = False,
-    trust_remote_code: bool = False,
     report: Report | None = None,
 ) -> Path:
     """Write the model ``source`` to the directory ``out``, whole or not at all; return its path.
@@ -381,7 +380,6 @@ def get_model(
         out: the directory to make. If it already holds exactly this model, it stays.
         conversion: changes to make; ``None``: none.
         force: replace another model in ``out`` (never a directory that holds something else).
-        trust_remote_code: let the model run the Python files that it carries.
         report: called with a line of text now and then.
 
     Raises:
@@ -395,8 +393,8 @@ def get_model(
     target = out.resolve()
     check_target(target, path, force)
     with staging(target) as staged:
-        model, config = build(path, trust_remote_code)
-        tokenizer_of(path, config, trust_remote_code)
+        model, config = build(path, False)
+        tokenizer_of(path, config, False)
         copy_files(path, staged, weights=conversion.changes_nothing)
         if not conversion.changes_nothing:
             config = _convert(model, config, conversion, path, say)

@@ -38,17 +38,12 @@ class Adapter:
     config: dict[str, Any]
 
 
-def require_adapter(
-    config: Mapping[str, Any], base: PeftBase | None = None, where: str | None = None
-) -> None:
-    """Refuse an adapter that is not LoRA or DoRA by its ``adapter_config.json`` (ModelError)."""
-    kind = config.get("fine_tune_type", "lora")
+def _require_adapter(kind: str, base: PeftBase) -> None:
     if kind not in ("lora", "dora"):
         raise ModelError(
             f"it was trained with fine_tune_type {kind}: these are whole weights, not an adapter",
             code="adapter-is-full-weights",
-            where=where,
-            hint="PEFT holds LoRA and DoRA adapters" + (f"; {base.other_way}" if base else ""),
+            hint=f"PEFT holds LoRA and DoRA adapters; {base.other_way}",
         )
 
 
@@ -60,7 +55,7 @@ def to_peft(adapter: Adapter, base: PeftBase) -> Adapter:
             that PEFT cannot adapt.
     """
     kind = adapter.config.get("fine_tune_type", "lora")
-    require_adapter(adapter.config, base)
+    _require_adapter(kind, base)
     settings: Mapping[str, Any] = adapter.config["lora_parameters"]
     rank, scale = int(settings["rank"]), float(settings["scale"])
     weights: dict[str, mx.array] = {}

@@ -82,7 +82,11 @@ class PeftBase:
             experts={n: int(m.num_experts) for n, m in found.items() if isinstance(m, _EXPERTS)},
             tied=not any(shapes[n][0] in rows for n in outside),
             proved=frozenset() if architecture else _same_in_checkpoint(found, loaded.path),
-            tables={n: _dense(m) for n, m in found.items() if n in embeddings or n in outside},
+            tables={
+                n: dequantized_by_mlx(m) if hasattr(m, "bits") else m.weight
+                for n, m in found.items()
+                if n in embeddings or n in outside
+            },
             can_untie=hasattr(getattr(model, "args", None), "tie_word_embeddings"),
         )
 
@@ -189,10 +193,6 @@ class PeftBase:
 def _linear_outside_blocks(model: Any, modules: Mapping[str, Any]) -> list[str]:
     blocks = {id(m) for layer in getattr(model, "layers", []) for m in layer.modules()}
     return [name for name, m in modules.items() if isinstance(m, _LINEAR) and id(m) not in blocks]
-
-
-def _dense(module: Any) -> mx.array:
-    return dequantized_by_mlx(module) if hasattr(module, "bits") else module.weight
 
 
 def _same_in_checkpoint(modules: Mapping[str, Any], path: Path) -> frozenset[str]:

@@ -112,8 +112,7 @@ def load_tokenizer(
             template.
     """
     path = resolve(path_or_repo)
-    # A tokenizer may stand alone; a caller that needs a model reports its absence.
-    config = {} if _stands_alone(path) else read_config(path)
+    config = config_in(path)
     own = tokenizer_of(path, config, trust_remote_code)
     template = template_text(own, chat)
     if template is None:
@@ -155,15 +154,25 @@ def positions_of(config: Json) -> int | None:
     return int(most * factor) if kind in ("linear", "dynamic", "yarn") else most
 
 
-def positions_in(model: Path) -> int | None:
-    """Return :func:`positions_of` the model in a directory; ``None`` for a tokenizer alone."""
-    return positions_of({} if _stands_alone(model) else read_config(model))
+def vocabulary_of(config: Json) -> int | None:
+    """Return the number of rows in a model's embedding by its configuration; ``None`` if it does
+    not say.
+    """
+    for place in (config, config.get("text_config")):
+        if isinstance(place, dict) and isinstance(
+            size := cast("Json", place).get("vocab_size"), int
+        ):
+            return size
+    return None
 
 
-def _stands_alone(path: Path) -> bool:
-    return not (path / "config.json").exists() and any(
+def config_in(path: Path) -> Json:
+    """Return :func:`read_config` of a directory, or {} if it holds a tokenizer alone."""
+    # A caller that needs a model reports its absence.
+    alone = not (path / "config.json").exists() and any(
         (path / name).is_file() for name in _TOKENIZER_FILES
     )
+    return {} if alone else read_config(path)
 
 
 def _is_count(value: Any) -> bool:

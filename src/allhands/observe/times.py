@@ -127,6 +127,12 @@ def times_of(runs: Sequence[RunHistory]) -> tuple[list[str], list[tuple[str, lis
     ]
 
 
+def largest_gap(runs: Sequence[RunHistory]) -> float:
+    """Return the largest difference between the training losses of two runs at one step."""
+    one, other = ({report.step: report.loss for report in run.train} for run in runs)
+    return max(abs(one[step] - other[step]) for step in one.keys() & other.keys())
+
+
 def _figures(run: RunHistory, speed: float, speed_up: float) -> dict[str, str]:
     losses = [report.loss for report in run.comparable if np.isfinite(report.loss)]
     done = max(

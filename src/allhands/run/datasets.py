@@ -56,10 +56,6 @@ _TOLD_FROM_S = 2.0
 Progress = Callable[[str, int, int], None]
 
 
-def no_progress(_split: str, _records: int, _tokens: int) -> None:
-    """Report no progress."""
-
-
 @dataclass(frozen=True)
 class Datasets:
     """Tokenised splits; ``valid`` and ``test`` may be absent.
@@ -153,7 +149,7 @@ def open_data(
     config: TrainConfig,
     sources: Mapping[str, RecordSource],
     tokenizer: LoadedTokenizer,
-    progress: Progress = no_progress,
+    progress: Progress = lambda *_: None,
     *,
     leads: bool = True,
     moment: datetime | None = None,

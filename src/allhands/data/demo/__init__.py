@@ -48,15 +48,14 @@ def splits() -> dict[str, tuple[QuestionPair, ...]]:
     chosen: dict[str, list[QuestionPair]] = {"train": [], "valid": [], "test": []}
     topics = dict.fromkeys(pair.topic for pair in pairs())
     for topic in topics:
-        members = sorted((p for p in pairs() if p.topic == topic), key=_question_hash)
+        members = sorted(
+            (pair for pair in pairs() if pair.topic == topic),
+            key=lambda pair: hashlib.sha256(pair.question.encode()).hexdigest(),
+        )
         chosen["test"] += members[:TEST_PER_TOPIC]
         chosen["valid"] += members[TEST_PER_TOPIC : TEST_PER_TOPIC + VALID_PER_TOPIC]
         chosen["train"] += members[TEST_PER_TOPIC + VALID_PER_TOPIC :]
     return {name: tuple(members) for name, members in chosen.items()}
-
-
-def _question_hash(pair: QuestionPair) -> str:
-    return hashlib.sha256(pair.question.encode()).hexdigest()
 
 
 def write_demo_data(directory: Path) -> dict[str, int]:

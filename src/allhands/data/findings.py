@@ -1,14 +1,11 @@
-"""Messages of ``allhands data check`` and their remedies."""
+"""Words for the findings about data, and their remedies."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from allhands.config.schema import TrainConfig
-from allhands.data.check import DataFinding, SplitReport
+from allhands.data.check import DataFinding
 from allhands.data.heard import WORDS as UNHEARD
-from allhands.data.splitting import ENOUGH_VALIDATION, LARGE_PART, MANY_EPOCHS
 from allhands.io.formatting import counted
 
 # The message of each kind of finding, and its remedy. Findings of errors have their own words.
@@ -157,39 +154,6 @@ _NOUNS = {
     "examples": "example",
     "tokens": "token",
 }
-
-
-def size_findings(
-    config: TrainConfig, reports: Mapping[str, SplitReport], positions: int | None
-) -> list[DataFinding]:
-    """Return findings about sizes: of the splits, of the training, and of the model."""
-    found: list[DataFinding] = []
-    train, valid = reports.get("train"), reports.get("valid")
-    held = valid.examples if valid is not None else 0
-    if 0 < held < ENOUGH_VALIDATION:
-        details = {"examples": held, "enough": ENOUGH_VALIDATION}
-        found.append(DataFinding("few-validation", "harms", "valid", details=details))
-    # The last token of a row is only a target, so it takes no position.
-    rows = [
-        min(report.lengths.max, config.max_seq_length) - 1
-        for report in reports.values()
-        if report.examples
-    ]
-    longest = config.max_seq_length if config.packing else max(rows, default=0)
-    if positions is not None and longest > positions:
-        details = {"tokens": longest, "positions": positions}
-        found.append(DataFinding("beyond-positions", "harms", None, details=details))
-    if train is None or not train.examples:
-        return found
-    total = held + train.examples
-    if held >= LARGE_PART * total:
-        found.append(DataFinding("held-out", "note", "valid", held, total))
-    each = train.padding.batches_per_epoch
-    epochs = config.batches(each) / each
-    if epochs >= MANY_EPOCHS and config.early_stopping_patience is None:
-        details = {"epochs": epochs, "iters": config.batches(each), "batch_size": config.batch_size}
-        found.append(DataFinding("many-epochs", "harms", "train", details=details))
-    return found
 
 
 def words_of(finding: DataFinding) -> tuple[str, str]:
