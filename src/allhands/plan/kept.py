@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from pydantic import Field, ValidationError
 
-from allhands.errors import DataError
+from allhands.errors import DataError, StorageError
 from allhands.io.files import make_directory, storage_error, unused_name, write_whole
 from allhands.io.formatting import format_duration
 from allhands.io.names import PLAN_FILE
@@ -233,6 +233,25 @@ def _was_used(file: Path, begun: list[float]) -> bool:
     except DataError:
         return True
     return any(began >= made for began in begun)
+
+
+def keep_in(directory: Path, plan: Mapping[str, Any]) -> tuple[Path | None, str]:
+    """Keep the plan in a run's directory; return the file and a line for people.
+
+    The file is ``None`` if the plan is not kept; the line then has the reason. A plan of computers
+    that are only described is not kept beside a run, whose plan a report would take it for.
+
+    Args:
+        plan: as for :func:`keep_plan`.
+    """
+    if plan["device"] is not None and runs_begun(directory):
+        hint = "these computers are only described; choose another --adapter-path to keep it for a run on them"
+        return None, f"the plan is not kept: {directory} already holds a run, and {hint}"
+    try:
+        return directory / PLAN_FILE, keep_plan(directory, plan)
+    except StorageError as error:
+        hint = "no report will compare a run with it: choose another --adapter-path"
+        return None, f"the plan is not kept, because {error.where} {error.message}; {hint}"
 
 
 # --- reading --------------------------------------------------------------------------------------
