@@ -390,10 +390,9 @@ def settings(
 
 
 def _can_be_compiled(model: str) -> bool:
-    try:
+    with suppress(AllhandsError):  # a new model is named by other options
         return can_be_compiled(read_config(resolve(model)).get("model_type"))
-    except AllhandsError:  # a new model is named by other options
-        return True
+    return True
 
 
 def _failure(told: str, code: int) -> AllhandsError:
@@ -404,14 +403,16 @@ def _failure(told: str, code: int) -> AllhandsError:
     lines = [line.strip() for line in told.splitlines() if line.strip()]
     found = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
     hint = next((line.removeprefix(_HINT) for line in lines if line.startswith(_HINT)), None)
-    kinds = {kind.exit_code: kind for kind in _kinds(AllhandsError)}
-    message = found[-1] if found else (lines[-1] if lines else f"it ended with {code}")
-    made = kinds.get(code, AllhandsError)
+    message = [f"it ended with {code}", *lines[-1:], *found][-1]
+    made = _kinds(AllhandsError).get(code, AllhandsError)
     return made(message, code="training-failed", where="a training of a few steps", hint=hint)
 
 
-def _kinds(of: type[AllhandsError]) -> list[type[AllhandsError]]:
-    return [of, *(kind for each in of.__subclasses__() for kind in _kinds(each))]
+def _kinds(of: type[AllhandsError]) -> dict[int, type[AllhandsError]]:
+    kinds = {of.exit_code: of}
+    for each in of.__subclasses__():
+        kinds |= _kinds(each)
+    return kinds
 
 
 _ERROR, _HINT = "allhands: error: ", "what to do: "

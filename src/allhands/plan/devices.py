@@ -105,13 +105,8 @@ def device_of(text: str) -> PlannedDevice:
         ConfigError: the computer is unknown, or cannot have so much or so little memory.
     """
     memory = _MEMORY.search(text)
-    words = (
-        (text[: memory.start()] if memory else text)
-        .lower()
-        .replace("apple", "")
-        .replace("nvidia", "")
-    )
-    words = " ".join(words.replace("geforce", "").split())
+    name = text[: memory.start()] if memory else text
+    words = " ".join(re.sub("apple|nvidia|geforce", "", name.lower()).split())
     if words and words[0].isdigit():
         words = f"rtx {words}"
     for kind, table in (("metal", _METAL), ("cuda", _CUDA)):

@@ -38,7 +38,8 @@ from allhands.plan.site import (
     prices_of,
 )
 from allhands.plan.speed import StepModel, fitted
-from allhands.plan.validations import number_of, open_splits, seconds_of, valid_rows
+from allhands.plan.validations import number_of, seconds_of, valid_rows
+from allhands.run.datasets import load_data
 from allhands.run.model_sizes import flops_per_token, left_to_adam
 from allhands.run.starting import require_weights
 from allhands.run.strategy_choice import require_fit
@@ -54,7 +55,6 @@ from allhands.runtime.accelerator import detect, device_memory, sizing_of
 from allhands.runtime.blas import available_cores
 from allhands.train.optim import make_schedule
 
-_DEFAULT_ITERS = 1000
 _FELT_S = 1.0
 _BANDWIDTH = {"metal": 200e9, "cuda": 1e12}  # approximate speed of memory, in bytes per second
 _METHODS = {"lora": "LoRA", "dora": "DoRA", "full": "full training"}
@@ -388,7 +388,7 @@ class _Facts:
         alone = config.model_copy(
             update={"val_batches": 0, "test": False, "early_stopping_patience": None}
         )
-        data = open_splits(alone)
+        data = load_data(alone)
         assert data.train is not None
         number = len(data.train)
         tokens = data.stored["train"].report.num_tokens / number
@@ -399,16 +399,14 @@ class _Facts:
 
     def _batches(self) -> int:
         config = self.config
-        if not config.epochs:
-            return config.iters or _DEFAULT_ITERS
-        if self.num_rows is None:
+        if config.epochs and self.num_rows is None:
             raise ConfigError(
                 "the number of steps is not known",
                 code="option-missing",
                 where="--epochs",
                 hint="give --iters: the number of rows is only known after the data are read",
             )
-        return math.ceil(config.epochs * math.ceil(self.num_rows / config.batch_size))
+        return config.batches(math.ceil((self.num_rows or 0) / config.batch_size))
 
     def _steps(self) -> int:
         return math.ceil(self._batches() / self.config.grad_accumulation_steps)

@@ -78,15 +78,25 @@ def model_facts(config: TrainConfig, kind: str) -> PlannedModel:
     # A CPU computes in float32, and holds dense weights in float32.
     if not bits or blocks is None:
         return PlannedModel(blocks, size if bits or not half else 2 * size, 4, *facts)
+    forms, size = _forms(blocks, bits, group, size, tied=tied)
+    return PlannedModel(blocks, size, 4, *facts, forms)
+
+
+def _forms(
+    blocks: DecoderShape, bits: int, group: int, size: int, *, tied: bool
+) -> tuple[tuple[tuple[float, float], ...], int]:
+    """Return :func:`forms_on_cpu` of a model, and its bytes in the first form.
+
+    The packed form is scaled to the ``size`` of the files in bytes, because scales may have any
+    type.
+    """
     codes, (of_block, of_table) = forms_on_cpu(blocks, bits, group)
 
     def whole(block: float, table: float) -> float:
         return blocks.layers * block + (2 - tied) * table
 
-    # The packed form is scaled to the size of the files, because scales may have any type.
     scale = size / whole(of_block, of_table)
-    forms = codes, (scale * of_block, scale * of_table)
-    return PlannedModel(blocks, int(whole(*codes)), 4, *facts, forms)
+    return (codes, (scale * of_block, scale * of_table)), int(whole(*codes))
 
 
 def _fresh(fresh: PretrainConfig, kind: str) -> PlannedModel:
