@@ -117,6 +117,7 @@ class _Facts:
     def __init__(self, config: TrainConfig, asked: AskedComputers, say: Say) -> None:
         self.config, self.asked, self.say = config, asked, say
         self.kind = detect().kind if asked.site is not None else asked.devices[0].kind
+        self.on_gpu = self.kind != "cpu"
         self.together = asked.site is not None and config.num_ranks > 1 and not on_hosts(config)
         self.notes = [*config.notes, *left_out(config)]
         self.prices = prices_of(asked, self.notes)  # before any long work
@@ -167,7 +168,7 @@ class _Facts:
             imagined=bool(asked.machines) and not self.together,
             blocks=self.blocks,
             work=work,
-            of=on_cpu if self.kind == "cpu" else on_gpu,
+            of=on_gpu if self.on_gpu else on_cpu,
             batch_rows=config.batch_size,
             present_bytes=self._present(work),
             quantised=self.model.bits > 0,
@@ -186,7 +187,7 @@ class _Facts:
             wants_stages=config.strategy == "pipeline",
             asked=config if asks(config) else None,
             backend=self._known_backend,
-            compiled=self.kind == "cpu" and not self._native,
+            compiled=not self.on_gpu and not self._native,
         )
         return self._with_small_passes(self._with_measured(job))
 
@@ -204,7 +205,7 @@ class _Facts:
                 f"training takes up to {most} of the GPU's memory if it is free, because that is faster"
             )
         # A part of the additional time of the first steps, if the training is short.
-        first = min(1.0, job.steps / steps_of(self.config, on_gpu=self.kind != "cpu"))
+        first = min(1.0, job.steps / steps_of(self.config, on_gpu=self.on_gpu))
         return replace(
             job,
             start_s=measured.start_s,
@@ -232,22 +233,19 @@ class _Facts:
         """Return the number of processes for which this computer's cores suffice; 0 if the ranks do
         not share a CPU.
         """
-        if not self.together or self.kind != "cpu":
+        if not self.together or self.on_gpu:
             return 0
         return max(1, available_cores() // (self.config.cores_per_rank or 1))
 
     @cached_property
     def _calibrator(self) -> Calibrator:
-        site = self.asked.site
-        in_child = None if site is None else site.in_child
-        return Calibrator(self.asked.timeout_s, on_gpu=self.kind != "cpu", in_child=in_child)
+        in_child = self.asked.site and self.asked.site.in_child
+        return Calibrator(self.asked.timeout_s, on_gpu=self.on_gpu, in_child=in_child)
 
     def _measure(self, site: Site) -> Calibration:
         """Train a few steps, with the cores of one rank if a computer will have several."""
-        config, on_gpu = self.config, self.kind != "cpu"
-        self.say(
-            f"training {steps_of(config, on_gpu=on_gpu)} steps with the whole batch, and with half of it ..."
-        )
+        config, steps = self.config, steps_of(self.config, on_gpu=self.on_gpu)
+        self.say(f"training {steps} steps with the whole batch, and with half of it ...")
         ranks = max(site.slots)
         if ranks > 1 and not config.cores_per_rank:
             there = available_cores()
@@ -260,7 +258,7 @@ class _Facts:
             self.as_one_of = config.model_copy(update={"cores_per_rank": cores})
         fewer = self.together or (on_hosts(config) and self.as_one_of.cores_per_rank is not None)
         return self._calibrator.calibrate(
-            self.as_one_of, self.say, with_all_cores=fewer and not on_gpu
+            self.as_one_of, self.say, with_all_cores=fewer and not self.on_gpu
         )
 
     def _with_small_passes(self, job: Job) -> Job:
@@ -281,12 +279,8 @@ class _Facts:
     def _about(self) -> str:
         """Describe the training in a few words."""
         config, fresh = self.config, pretraining(self.config)
-        method = _METHODS[config.fine_tune_type]
-        what = (
-            f"pre-training of {fresh.shape}"
-            if fresh is not None
-            else f"{method} of {Path(config.model).name}"
-        )
+        what = f"{_METHODS[config.fine_tune_type]} of {Path(config.model).name}"
+        what = what if fresh is None else f"pre-training of {fresh.shape}"
         rows = counted(config.batch_size * config.grad_accumulation_steps, "row")
         return f"{what}: {counted(self._steps(), 'step')} of {rows}"
 
@@ -294,9 +288,8 @@ class _Facts:
         """Return the factor by which recomputed activations lengthen the passes."""
         if self.blocks is None or self.config.grad_checkpoint:
             return 1.0
-        return self._flops(self.blocks, recomputed=True) / self._flops(
-            self.blocks, recomputed=False
-        )
+        once = self._flops(self.blocks, recomputed=False)
+        return self._flops(self.blocks, recomputed=True) / once
 
     def _flops(self, blocks: DecoderShape, *, recomputed: bool) -> float:
         return flops_per_token(
@@ -419,7 +412,7 @@ class _Facts:
             return None
         share = config.batch_size * config.max_seq_length
         most = sizing_of(self.kind, config.micro_batch_tokens, compiled=False).max_tokens
-        if self.kind != "cpu" and measured is not None and measured.largest:
+        if self.on_gpu and measured is not None and measured.largest:
             most, cuts = measured.largest
             share = min(share, most * cuts)
         elif not config.packing:
@@ -465,7 +458,7 @@ class _Facts:
         """Return the bytes of a process on a CPU besides its training arrays, as the short training
         reported them or as an estimate; 0 on a GPU.
         """
-        if self.kind != "cpu":
+        if self.on_gpu:
             return 0
         measured = self.measured
         if (

@@ -256,8 +256,13 @@ class MeshWay:
         if self.config.ep > 1:
             of = partial(memory_of_experts, of, word=self.word, alike=self.mesh.expert == 1)
         if self.mesh.context > 1:
-            how = {"ranks": self.mesh.context, "word": self.word, "heads": self.mesh.tensor}
-            of = partial(memory_of_rows, of, **how)
+            of = partial(
+                memory_of_rows,
+                of,
+                ranks=self.mesh.context,
+                word=self.word,
+                heads=self.mesh.tensor,
+            )
         return of
 
     @cached_property
@@ -308,13 +313,11 @@ class MeshWay:
 
         ``last``: True for the stage with the loss, or for a whole model.
         """
-        keeps, copies = keeps_fetched(self.config), self.mesh.copies
-        slots = self.group(self.mesh.parts).slots
         return Fetching(
-            keeps=keeps,
+            keeps=keeps_fetched(self.config),
             boxed=self.mesh.tensor > 1,
-            copies=copies,
-            slots=slots,
+            copies=self.mesh.copies,
+            slots=self.group(self.mesh.parts).slots,
             turns=last,
             pieces=self.mesh.context,
         )
@@ -373,20 +376,19 @@ class MeshWay:
             inside = int(self.work.trained_bytes * self._experts_costs().expert_share / mesh.expert)
             yield data, Traffic(all_reduced=inside)
             yield ExchangeGroup(self.ranks), Traffic(all_reduced=trained - inside)
-        elif mesh.context > 1:
-            zero1 = self.config.strategy == "zero1"
-            found = DividedOptimizerCosts().traffic(trained, trained, scatters=scatters)
-            yield data, found if zero1 else Traffic(all_reduced=trained)
+        elif mesh.context > 1 and self.config.strategy == "zero1":
+            yield data, DividedOptimizerCosts().traffic(trained, trained, scatters=scatters)
         else:
             yield data, Traffic(all_reduced=trained)
         if mesh.expert > 1:
-            exchanged = self._experts_costs().traffic(0, 0, scatters=scatters)
-            yield self.group(mesh.expert), exchanged
+            yield (
+                self.group(mesh.expert),
+                self._experts_costs().traffic(0, 0, scatters=scatters),
+            )
         if mesh.context > 1:
             yield self.group(mesh.context), self._rows_costs().traffic(0, 0, scatters=scatters)
         if mesh.tensor > 1:
-            sums = self._sums().traffic(0, 0, scatters=scatters)
-            yield self.group(mesh.tensor), sums
+            yield self.group(mesh.tensor), self._sums().traffic(0, 0, scatters=scatters)
 
     def _rows_costs(self) -> ContextCosts:
         blocks = replace(self.blocks, keys=self.blocks.keys // self.mesh.tensor)

@@ -87,7 +87,7 @@ def check_computers(config: TrainConfig, asked: AskedComputers) -> None:
     Raises:
         ConfigError: options contradict each other, or the number of rank weights is wrong.
     """
-    described = bool(asked.devices)  # refused first if they are not known
+    devices = asked.devices  # first, so that unknown ones are refused
     if asked.site is not None:
         check_weights(config.given_weights, sum(asked.site.slots))
     several = config.num_ranks > 1
@@ -105,14 +105,14 @@ def check_computers(config: TrainConfig, asked: AskedComputers) -> None:
             where=given[-1],
             hint="give one of them; a configuration file (-c) may have named the other one",
         )
-    if described and given and given != ["--link"]:
+    if devices and given and given != ["--link"]:
         raise ConfigError(
             "computers that are only described cannot be measured",
             code="options-conflict",
             where="--device",
             hint="leave --device out to plan with this computer's speed, or describe the link: --link 10GbE",
         )
-    if asked.machines and (several or on_hosts(config) or len(asked.devices) > 1):
+    if asked.machines and (several or on_hosts(config) or len(devices) > 1):
         raise ConfigError(
             "the computers are named one by one",
             code="options-conflict",
