@@ -57,9 +57,7 @@ def model_facts(config: TrainConfig, kind: str) -> PlannedModel:
         return _fresh(config, kind)
     place = resolve(config.model)
     values = read_config(place)
-    quantised = values.get("quantization") or values.get("quantization_config")
-    quantised = quantised if isinstance(quantised, dict) else {}
-    bits = int(quantised.get("bits", 0))
+    bits, group = _quantisation(values)
     if bits and config.fine_tune_type == "full":
         raise full_of_quantised(f"{bits} bits")
     if not (size := all_bytes(place)):
@@ -71,7 +69,7 @@ def model_facts(config: TrainConfig, kind: str) -> PlannedModel:
         )
     tied = bool(values.get("tie_word_embeddings", False))
     half = (values.get("torch_dtype") or values.get("dtype")) in ("bfloat16", "float16")
-    blocks, group = blocks_of(values), int(quantised.get("group_size", 64)) if bits else 1
+    blocks = blocks_of(values)
     facts: Any = (values, tied, bits, group)
     if kind != "cpu":
         return PlannedModel(blocks, size, 2 if half else 4, *facts)
@@ -80,6 +78,13 @@ def model_facts(config: TrainConfig, kind: str) -> PlannedModel:
         return PlannedModel(blocks, size if bits or not half else 2 * size, 4, *facts)
     forms, size = _forms(blocks, bits, group, size, tied=tied)
     return PlannedModel(blocks, size, 4, *facts, forms)
+
+
+def _quantisation(values: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the bits of quantised weights and the size of their groups; 0 and 1 for dense ones."""
+    found = values.get("quantization") or values.get("quantization_config")
+    bits = int(found.get("bits", 0)) if isinstance(found, dict) else 0
+    return bits, int(found.get("group_size", 64)) if bits else 1
 
 
 def _forms(
