@@ -70,21 +70,22 @@ def model_facts(config: TrainConfig, kind: str) -> PlannedModel:
     tied = bool(values.get("tie_word_embeddings", False))
     half = (values.get("torch_dtype") or values.get("dtype")) in ("bfloat16", "float16")
     blocks = blocks_of(values)
-    facts: Any = (values, tied, bits, group)
+    facts: dict[str, Any] = {"values": values, "tied": tied, "bits": bits, "group": group}
     if kind != "cpu":
-        return PlannedModel(blocks, size, 2 if half else 4, *facts)
+        return PlannedModel(blocks, size, 2 if half else 4, **facts)
     # A CPU computes in float32, and holds dense weights in float32.
     if not bits or blocks is None:
-        return PlannedModel(blocks, size if bits or not half else 2 * size, 4, *facts)
+        return PlannedModel(blocks, size if bits or not half else 2 * size, 4, **facts)
     forms, size = _forms(blocks, bits, group, size, tied=tied)
-    return PlannedModel(blocks, size, 4, *facts, forms)
+    return PlannedModel(blocks, size, 4, forms=forms, **facts)
 
 
 def _quantisation(values: Mapping[str, Any]) -> tuple[int, int]:
     """Return the bits of quantised weights and the size of their groups; 0 and 1 for dense ones."""
     found = values.get("quantization") or values.get("quantization_config")
-    bits = int(found.get("bits", 0)) if isinstance(found, dict) else 0
-    return bits, int(found.get("group_size", 64)) if bits else 1
+    if not isinstance(found, dict) or not (bits := int(found.get("bits", 0))):
+        return 0, 1
+    return bits, int(found.get("group_size", 64))
 
 
 def _forms(
