@@ -19,16 +19,17 @@ from typing import Any
 import pytest
 from tiny import run_allhands, write_model
 
-from allhands.cli.plan_asked import AskedComputers
-from allhands.cli.plan_facts import facts_of
+from allhands.cluster.planned import site_of
 from allhands.config.schema import build_config
 from allhands.observe.metrics import TrainReport, read_metrics
 from allhands.parallel.costs import Work
 from allhands.plan.computers import Computer
+from allhands.plan.facts import facts_of
 from allhands.plan.job import Job, Prices
 from allhands.plan.links import link_of
 from allhands.plan.outlook import look_ahead
 from allhands.plan.pipelines import model_of
+from allhands.plan.site import AskedComputers
 from allhands.plan.strategies import Way
 from allhands.run.divided_costs import Divided, context_costs, sharded_costs, tensor_costs
 from allhands.run.model_sizes import adapter_weights, all_weights, block_weights
@@ -116,9 +117,10 @@ def found(folder: Path, name: str) -> tuple[Job, Way, TrainReport]:
         {**case.options, **written(folder, case)},
     )
     own = {"train": True, "adapter_path": str(place / "planned"), "cores_per_rank": 1}
+    config = build_config({**own, **options})
     job, _, _ = facts_of(
-        build_config({**own, **options}),
-        AskedComputers(None, None, (), False, 300.0, Prices()),
+        config,
+        AskedComputers(None, None, (), False, 300.0, Prices(), site_of(config)),
         lambda text: None,
     )
     team = tuple(Computer(each, 1.0, ROOMY, ROOMY) for each in ("left", "right"))

@@ -18,15 +18,16 @@ from typing import Any
 import pytest
 from tiny import run_allhands, write_chat_data, write_model
 
-from allhands.cli.plan_asked import AskedComputers
-from allhands.cli.plan_calibration import small_passes
-from allhands.cli.plan_facts import facts_of
+from allhands.cluster.planned import site_of
 from allhands.config.schema import build_config
 from allhands.observe.metrics import read_metrics
 from allhands.observe.monitor import read_samples
+from allhands.plan.calibration import Calibrator
 from allhands.plan.computers import Computer
+from allhands.plan.facts import facts_of
 from allhands.plan.job import Job, Prices
 from allhands.plan.pipelines import Pipelined, pipelined
+from allhands.plan.site import AskedComputers
 from allhands.runtime.accelerator import detect
 
 pytestmark = [
@@ -103,12 +104,16 @@ def written(place: Path, case: Case) -> None:
 def planned(place: Path, case: Case) -> tuple[Job, Pipelined]:
     own = {"train": True, "adapter_path": str(place / "planned"), "cores_per_rank": 1}
     config = build_config({**own, **case.config(place)})
-    asked = AskedComputers(None, None, (), once=False, timeout_s=300.0, prices=Prices())
+    asked = AskedComputers(
+        None, None, (), once=False, timeout_s=300.0, prices=Prices(), site=site_of(config)
+    )
     job, _, measured = facts_of(config, asked, print)
     assert measured is not None
     if measured.doubt and TIMES:
         pytest.skip(measured.doubt)
-    job = replace(job, small=small_passes(config, measured, case.ranks, 300.0, on_gpu=False))
+    job = replace(
+        job, small=Calibrator(300.0, on_gpu=False).small_passes(config, measured, case.ranks)
+    )
     rooms = [room * 10**6 if room != ROOMY else room for room in case.rooms] or [ROOMY] * case.ranks
     found = pipelined(
         job, [Computer(f"c{place}", 1.0, room, room) for place, room in enumerate(rooms)]

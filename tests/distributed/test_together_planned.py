@@ -19,15 +19,16 @@ from typing import Any
 import pytest
 from tiny import run_allhands, write_model
 
-from allhands.cli.plan_asked import AskedComputers
-from allhands.cli.plan_facts import facts_of
+from allhands.cluster.planned import site_of
 from allhands.config.schema import build_config
 from allhands.observe.metrics import TrainReport, read_metrics
 from allhands.observe.monitor import read_samples
 from allhands.plan.computers import Computer
+from allhands.plan.facts import facts_of
 from allhands.plan.job import Job, Prices
 from allhands.plan.links import link_of
 from allhands.plan.outlook import look_ahead
+from allhands.plan.site import AskedComputers
 from allhands.plan.strategies import Way
 from allhands.runtime.accelerator import detect
 
@@ -146,9 +147,10 @@ def found(folder: Path, name: str) -> tuple[Job, Way, TrainReport, list[int]]:
     options = {**case.values, **written(folder, case)}
     out = folder / name.replace(",", "").replace(" ", "-")
     own = {"train": True, "adapter_path": str(out / "planned"), "cores_per_rank": 1, "num_ranks": 1}
+    config = build_config({**own, **options})
     job, _, _ = facts_of(
-        build_config({**own, **options}),
-        AskedComputers(None, None, (case.ranks,), False, 300.0, Prices()),
+        config,
+        AskedComputers(None, None, (case.ranks,), False, 300.0, Prices(), site_of(config)),
         lambda text: None,
     )
     team = tuple(Computer(f"c{rank}", 1.0, ROOMY, ROOMY) for rank in range(case.ranks))

@@ -16,9 +16,9 @@ from rich.console import Console
 from tiny import write_model
 
 from allhands.cli import plan_shown
-from allhands.cli.plan_calibration import settings
 from allhands.config.combinations import require_groups, unfit_stages
 from allhands.config.schema import TrainConfig, build_config
+from allhands.plan.calibration import settings
 from allhands.plan.chart import arrows_of, draw_chart
 from allhands.plan.computers import Computer
 from allhands.plan.devices import device_of

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from written_runs import write_run, write_samples
 
-from allhands.cli.plan_calibration import Calibration, calibrate, settings, steps_of
 from allhands.config.schema import TrainConfig
 from allhands.io.names import PLAN_FILE
 from allhands.observe.metrics import JsonlSink, RunStarted, TrainReport, read_metrics
 from allhands.observe.monitor import decode_sample, encode_sample
+from allhands.plan.calibration import Calibration, Calibrator, settings, steps_of
 from allhands.plan.compared import compare
 from allhands.plan.kept import keep_plan, read_plan
 
@@ -103,8 +103,8 @@ def calibrated(
         sink.close()
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr("allhands.cli.plan_calibration.subprocess.run", train)
-    return calibrate(TrainConfig(batch_size=8, **options), 9.0, on_gpu=True), asked
+    monkeypatch.setattr("allhands.plan.calibration.subprocess.run", train)
+    return Calibrator(9.0, on_gpu=True).calibrate(TrainConfig(batch_size=8, **options)), asked
 
 
 def test_the_last_step_has_no_pass_of_a_next_one_and_does_not_count(

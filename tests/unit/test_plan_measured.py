@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from allhands.cli import plan_calibration
-from allhands.cli.plan_calibration import Calibration, calibrate
-from allhands.cli.plan_noise import LoadWatch
 from allhands.config.schema import TrainConfig
 from allhands.observe.metrics import JsonlSink, RunStarted, TrainReport
+from allhands.plan import calibration
+from allhands.plan.calibration import Calibration, Calibrator
+from allhands.plan.noise import LoadWatch
 
 ROW = 100.0  # tokens
 
@@ -98,10 +98,11 @@ def measured(
     cores: int = 1,
 ) -> tuple[Calibration, Measured]:
     made = Measured(told, [*(others or (0.0,))])
-    monkeypatch.setattr(plan_calibration.subprocess, "run", made.train)
-    monkeypatch.setattr(plan_calibration, "watched", made.watched)
+    monkeypatch.setattr(calibration.subprocess, "run", made.train)
+    monkeypatch.setattr(calibration, "watched", made.watched)
     config = TrainConfig(model="m", batch_size=8, cores_per_rank=cores, num_ranks=2)
-    return calibrate(config, 60, made.said.append, on_gpu=False, with_all_cores=True), made
+    calibrator = Calibrator(60, on_gpu=False)
+    return calibrator.calibrate(config, made.said.append, with_all_cores=True), made
 
 
 def test_one_process_with_all_cores_has_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +131,8 @@ def test_a_busy_computer_is_measured_again_and_called_so(monkeypatch: pytest.Mon
         (4, 1): [0.36],
         (8, None): [0.39],
     }
-    monkeypatch.setattr("allhands.cli.plan_noise.allowed_cores", lambda: 2)
-    monkeypatch.setattr("allhands.cli.plan_noise.available_cores", lambda: 2)
+    monkeypatch.setattr("allhands.plan.noise.allowed_cores", lambda: 2)
+    monkeypatch.setattr("allhands.plan.noise.available_cores", lambda: 2)
     quiet, made = measured(monkeypatch, told, 1.0, 1.0, 1.0, 0.0)
     assert (quiet.doubt, len(made.asked)) == ("", 6)
     assert quiet.points[0] == pytest.approx((800, 0.7)), "the second time counts"

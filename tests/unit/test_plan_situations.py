@@ -13,14 +13,13 @@ import pytest
 from command_line import call_allhands
 from PIL import Image
 
-from allhands.cli import plan_noise
-from allhands.cli.plan_noise import LoadWatch, busy, contradiction
-from allhands.plan import chart
+from allhands.plan import chart, noise
 from allhands.plan.chart import bars_of, draw_chart, told_of
 from allhands.plan.computers import Computer, listed
 from allhands.plan.devices import device_of
 from allhands.plan.job import Job
 from allhands.plan.links import link_of
+from allhands.plan.noise import LoadWatch, busy, contradiction
 from allhands.plan.outlook import Outlook, look_ahead
 from allhands.plan.speed import StepModel, enough, predict
 from allhands.run.training_memory import DecoderShape, Work, on_gpu
@@ -282,8 +281,8 @@ def test_times_that_contradict_each_other(
 def test_a_busy_computer_is_called_so(
     monkeypatch: pytest.MonkeyPatch, cores: int, mine: int, others: float, told: bool
 ) -> None:
-    monkeypatch.setattr(plan_noise, "allowed_cores", lambda: cores)
-    monkeypatch.setattr(plan_noise, "available_cores", lambda: mine)
+    monkeypatch.setattr(noise, "allowed_cores", lambda: cores)
+    monkeypatch.setattr(noise, "available_cores", lambda: mine)
     assert bool(busy(others)) == told
 
 
@@ -297,10 +296,10 @@ def test_cores_of_others_are_those_that_this_process_has_not_used(
         now[:] = next(times)
         return now[0]
 
-    monkeypatch.setattr(plan_noise.time, "monotonic", clock)
-    monkeypatch.setattr(plan_noise, "cores_busy_s", lambda: now[1])
-    monkeypatch.setattr(plan_noise, "own_busy_s", lambda: now[2])
-    with plan_noise.watched() as watch:
+    monkeypatch.setattr(noise.time, "monotonic", clock)
+    monkeypatch.setattr(noise, "cores_busy_s", lambda: now[1])
+    monkeypatch.setattr(noise, "own_busy_s", lambda: now[2])
+    with noise.watched() as watch:
         assert isinstance(watch, LoadWatch)
     # 15 s of the cores in 10 s, of which 5 were this process's.
     assert watch.others == pytest.approx(1.0)

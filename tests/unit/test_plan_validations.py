@@ -13,7 +13,6 @@ import pytest
 from command_line import call_allhands, changed
 from written_runs import write_run
 
-from allhands.cli.plan_validations import ValidRows, number_of, seconds_of
 from allhands.config.schema import TrainConfig
 from allhands.io.names import PLAN_FILE
 from allhands.observe.metrics import read_metrics
@@ -24,6 +23,7 @@ from allhands.plan.kept import keep_plan, read_plan
 from allhands.plan.links import link_of
 from allhands.plan.outlook import look_ahead
 from allhands.plan.speed import StepModel
+from allhands.plan.validations import ValidRows, number_of, seconds_of
 from allhands.run.model_sizes import forward_share
 from allhands.run.training_memory import DecoderShape, on_cpu
 

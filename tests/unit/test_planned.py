@@ -16,11 +16,11 @@ import pytest
 from command_line import call_allhands
 from written_runs import BEGAN, write_run, write_samples
 
-from allhands.cli.plan_calibration import calibrate
 from allhands.config.schema import TrainConfig
 from allhands.errors import ConfigError
 from allhands.observe.metrics import RunEnded, read_metrics
 from allhands.observe.monitor import decode_sample, encode_sample
+from allhands.plan.calibration import Calibrator
 from allhands.plan.compared import Comparison, Figure, compare
 from allhands.plan.kept import keep_plan, plan_before, plan_record, read_plan
 from allhands.report import make_page, read_facts, to_html, to_markdown
@@ -588,9 +588,9 @@ def test_a_hint_names_options_that_there_are(monkeypatch: pytest.MonkeyPatch) ->
     def late(*_: object, **__: object) -> None:
         raise subprocess.TimeoutExpired("allhands", 3.0)
 
-    monkeypatch.setattr("allhands.cli.plan_calibration.subprocess.run", late)
+    monkeypatch.setattr("allhands.plan.calibration.subprocess.run", late)
     with pytest.raises(ConfigError) as caught:
-        calibrate(TrainConfig(), 3.0, on_gpu=False)
+        Calibrator(3.0, on_gpu=False).calibrate(TrainConfig())
     named = set(re.findall(r"--[a-z-]+", str(caught.value.hint)))
     assert named == {"--timeout-s", "--batch-size", "--device"}
     assert all(flag in shown for flag in named - {"--batch-size"})

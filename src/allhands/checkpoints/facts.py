@@ -22,8 +22,9 @@ def facts_of(checkpoint: Checkpoint) -> dict[str, object]:
 
     def told(key: str, words: Callable[[float], str]) -> str | None:
         value = state.get(key)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return words(value) if number else None
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return None
+        return words(value)
 
     at = told("best_step", " at step {:.0f}".format)
     model, content = _mapping(state.get("model")), dict(_mapping(state.get("data")))

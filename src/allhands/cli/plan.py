@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from allhands.cluster.ranks import require_cores
 from allhands.cli.options import option_function
 from allhands.cli.parser import App
-from allhands.cli.plan_asked import AskedComputers, check_computers
 from allhands.cli.plan_shown import show
 from allhands.cli.verbs_runs import Plan
 from allhands.config.aliases import canonical_flag
 from allhands.config.pretrain_schema import PretrainConfig
 from allhands.config.schema import TrainConfig, build_config
 from allhands.config.yaml_files import read_yaml
-from allhands.errors import ConfigError, StorageError
+from allhands.errors import ConfigError
 from allhands.io.files import require_ours, require_writable
-from allhands.io.names import PLAN_FILE
 from allhands.io.pictures import DRAWN_HERE, picture_suffix
 from allhands.io.terminal import echo, print_json, tell
 from allhands.plan.job import Prices
-from allhands.plan.kept import keep_plan, plan_record, runs_begun
-from allhands.plan.outlook import look_ahead
+from allhands.plan.kept import keep_in
+from allhands.plan.site import AskedComputers, check_computers, on_hosts
 
 
 def plan(asked: Plan) -> None:
@@ -41,32 +40,24 @@ def plan(asked: Plan) -> None:
         return
     picture = _place_of(asked.picture, force=asked.force)  # before anything that takes long
     config = training_config(asked.context.args)
-    devices = None if asked.device is None else ", ".join(asked.device)
+    device = None if asked.device is None else ", ".join(asked.device)
     prices = Prices(asked.price_per_hour, asked.watts, asked.price_per_kwh)
     computers = AskedComputers(
-        devices, asked.link, _numbers(asked.machines), asked.once, asked.timeout_s, prices
+        device, asked.link, _numbers(asked.machines), asked.once, asked.timeout_s, prices
     )
-    check_computers(config, computers)
-    from allhands.cli.plan_facts import facts_of
+    if device is None:
+        from allhands.cluster.planned import site_of
 
-    job, notes, measured = facts_of(
+        computers = replace(computers, site=site_of(config))
+        if not on_hosts(config):
+            require_cores(config.num_ranks)
+    check_computers(config, computers)
+    from allhands.plan.facts import plan_of
+
+    outlook, notes, values = plan_of(
         config, computers, lambda text: None if asked.as_json else typer.echo(text, err=True)
     )
-    outlook = look_ahead(job)
-    # The plan does not keep options that this kind of training does not have.
-    options = {
-        name: value
-        for name, value in config.model_dump(mode="json").items()
-        if name not in config.HIDDEN
-    }
-    processor = "cpu" if outlook.job.kind == "cpu" else "gpu"
-    values = {
-        **plan_record(options, processor=processor, device=devices),
-        **outlook.as_json(),
-        "notes": notes,
-        "measured": None if measured is None else asdict(measured),
-    }
-    kept, told = _keep(Path(config.adapter_path), values, imagined=asked.device is not None)
+    kept, told = keep_in(Path(config.adapter_path), values)
     if asked.as_json:
         print_json({**values, "kept": None if kept is None else str(kept)})
         if kept is None:
@@ -94,25 +85,6 @@ def _place_of(picture: Path | None, *, force: bool) -> Path | None:
         require_ours(picture, [DRAWN_HERE], "picture of ours", force=force, option="--picture")
         require_writable(picture)
     return picture
-
-
-def _keep(directory: Path, values: dict[str, Any], *, imagined: bool) -> tuple[Path | None, str]:
-    """Keep the plan in the run's directory; return the file and a line for people.
-
-    The file is ``None`` if the plan could not be kept; the line then has the reason.
-
-    Args:
-        imagined: True if the computers are only described.
-    """
-    if imagined and runs_begun(directory):
-        # In the directory of a run, a report would take it for the plan of that run.
-        hint = "these computers are only described; choose another --adapter-path to keep it for a run on them"
-        return None, f"the plan is not kept: {directory} already holds a run, and {hint}"
-    try:
-        return directory / PLAN_FILE, keep_plan(directory, values)
-    except StorageError as error:
-        hint = "no report will compare a run with it: choose another --adapter-path"
-        return None, f"the plan is not kept, because {error.where} {error.message}; {hint}"
 
 
 def training_config(words: Sequence[str]) -> TrainConfig:

@@ -246,11 +246,8 @@ class _Walk:
             but: words after "no" if the path goes on in an unusual way.
             besides: words after "yes" if the path goes on in an unusual way.
         """
-        answer = (
-            f"no{f', but {but}' if but else ''}"
-            if not yes
-            else f"yes{f', {besides}' if besides else ''}"
-        )
+        more = f", {besides}" * bool(besides) if yes else f", but {but}" * bool(but)
+        answer = f"{'yes' if yes else 'no'}{more}"
         self._path.append(Question(text, answer, why))
         return yes
 
@@ -538,10 +535,7 @@ def _in_parts(at: Situation, way: Way, walk: _Walk) -> Advice:
     computer, but its parts fit several.
     """
     other = at.pipeline
-    slower = (
-        other is not None
-        and f"a pipeline would take {format_duration(other.training_s)}: {other.flags}"
-    )
+    slower = other and f"a pipeline would take {format_duration(other.training_s)}: {other.flags}"
     _, outcome, each = _divided_by(way)
     return walk.end(
         outcome,

@@ -113,10 +113,11 @@ def best_divided(ways: Sequence[Way]) -> Way | None:
     """Return the fastest way that fits; one with more computers only if it takes less than
     :data:`FEWER` of the time. ``None`` if none fits.
     """
-    best: Way | None = None
-    able = [way for way in ways if way.fits is not False]
-    for number in sorted({way.ranks for way in able}):
-        found = min((way for way in able if way.ranks == number), key=lambda way: way.training_s)
-        if best is None or found.training_s < FEWER * best.training_s:
-            best = found
+    able = sorted(
+        (way for way in ways if way.fits is not False), key=lambda way: (way.ranks, way.training_s)
+    )
+    best = next(iter(able), None)
+    for way in able:
+        if best is not None and way.ranks > best.ranks:
+            best = way if way.training_s < FEWER * best.training_s else best
     return best

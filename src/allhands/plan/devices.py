@@ -16,6 +16,7 @@ MAC_KEEPS = "macOS keeps the rest from the GPU"
 DRIVER_TAKES = "the driver and its kernels take the rest"
 # Least bytes that the system takes, which is a larger part of a small memory.
 _SYSTEM = {"cuda": 500_000_000, "metal": 2_000_000_000}
+_MOST_DEVICES = 1024
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,8 @@ def device_of(text: str) -> PlannedDevice:
         ConfigError: the computer is unknown, or cannot have so much or so little memory.
     """
     memory = _MEMORY.search(text)
-    words = (
-        (text[: memory.start()] if memory else text)
-        .lower()
-        .replace("apple", "")
-        .replace("nvidia", "")
-    )
-    words = " ".join(words.replace("geforce", "").split())
+    name = text[: memory.start()] if memory else text
+    words = " ".join(re.sub("apple|nvidia|geforce", "", name.lower()).split())
     if words and words[0].isdigit():
         words = f"rtx {words}"
     for kind, table in (("metal", _METAL), ("cuda", _CUDA)):
@@ -135,3 +131,43 @@ def device_of(text: str) -> PlannedDevice:
         where="--device",
         hint=f"one of {', '.join(name.upper() for name in (*_METAL, *_CUDA))}, with its memory: 'M1 Pro 32GB'",
     )
+
+
+def devices_of(text: str | None) -> list[PlannedDevice]:
+    """Return the computers in a text such as ``M1 Pro 32GB, 2 x M1 16GB``; none for ``None``.
+
+    All must be of one kind, because Macs and NVIDIA GPUs cannot train together.
+
+    Raises:
+        ConfigError: the computers are not known, too many, or of several kinds.
+    """
+    found: list[PlannedDevice] = []
+    for part in (text or "").split(","):
+        if not part.strip():
+            continue
+        number, x, rest = part.strip().partition(" x ")
+        several = bool(x) and number.isdecimal()
+        times = min(int(number[:9]), _MOST_DEVICES + 1) if several else 1
+        found += [device_of(rest if several else part)] * times
+        if len(found) > _MOST_DEVICES:
+            raise ConfigError(
+                f"more than {_MOST_DEVICES:,} computers cannot be planned",
+                code="value-out-of-range",
+                where="--device",
+                hint=f"look at up to {_MOST_DEVICES:,}: each further one saves less than 5 % of a step",
+            )
+    if text is not None and not found:
+        raise ConfigError(
+            "no computer is named",
+            code="value-empty",
+            where="--device",
+            hint="as in --device 'M1 Pro 32GB'",
+        )
+    if len({each.kind for each in found}) > 1:
+        raise ConfigError(
+            "Macs and NVIDIA GPUs cannot train together",
+            code="options-conflict",
+            where="--device",
+            hint="MLX has no back-end for both in one group: plan for one kind",
+        )
+    return found

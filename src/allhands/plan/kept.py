@@ -13,22 +13,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
-from allhands.errors import DataError
+from allhands.errors import DataError, StorageError
 from allhands.io.files import make_directory, storage_error, unused_name, write_whole
 from allhands.io.formatting import format_duration
 from allhands.io.names import PLAN_FILE
 from allhands.io.paths import meant
 from allhands.observe.metrics import METRICS_FILE, read_metrics
 
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
-
 VERSION = 1
 _MOST_BYTES = 4_000_000
+_HINT = "plan again: allhands plan with the options of the training"
 
 # Options that change the time or the memory of a training. By these a run is compared with its
 # plan.
@@ -176,8 +174,6 @@ class KeptPlan:
 
 @cache
 def _reader() -> TypeAdapter[KeptPlan]:
-    from pydantic import TypeAdapter
-
     return TypeAdapter(KeptPlan)
 
 
@@ -235,6 +231,25 @@ def _was_used(file: Path, begun: list[float]) -> bool:
     return any(began >= made for began in begun)
 
 
+def keep_in(directory: Path, plan: Mapping[str, Any]) -> tuple[Path | None, str]:
+    """Keep the plan in a run's directory; return the file and a line for people.
+
+    The file is ``None`` if the plan is not kept; the line then has the reason. A plan of computers
+    that are only described is not kept beside a run, whose plan a report would take it for.
+
+    Args:
+        plan: as for :func:`keep_plan`.
+    """
+    if plan["device"] is not None and runs_begun(directory):
+        hint = "these computers are only described; choose another --adapter-path to keep it for a run on them"
+        return None, f"the plan is not kept: {directory} already holds a run, and {hint}"
+    try:
+        return directory / PLAN_FILE, keep_plan(directory, plan)
+    except StorageError as error:
+        hint = "no report will compare a run with it: choose another --adapter-path"
+        return None, f"the plan is not kept, because {error.where} {error.message}; {hint}"
+
+
 # --- reading --------------------------------------------------------------------------------------
 
 
@@ -245,48 +260,35 @@ def read_plan(file: Path) -> KeptPlan:
         DataError: the file cannot be read, is too large or torn, has another version, or a value is
             missing or wrong.
     """
-    hint = "plan again: allhands plan with the options of the training"
     try:
         if file.stat().st_size > _MOST_BYTES:
-            raise DataError(
-                "this is too large to be a plan", code="plan-invalid", where=str(file), hint=hint
-            )
+            raise _fault(file, "this is too large to be a plan")
         content: Any = json.loads(file.read_bytes())
     except OSError as error:
-        raise DataError(
-            f"the plan cannot be read: {error.strerror}",
-            code="plan-invalid",
-            where=str(file),
-            hint=meant(file, hint),
-        ) from None
+        told = f"the plan cannot be read: {error.strerror}"
+        raise _fault(file, told, hint=meant(file, _HINT)) from None
     except (ValueError, RecursionError):
-        raise DataError(
-            "the plan is torn: it is no whole JSON", code="plan-invalid", where=str(file), hint=hint
-        ) from None
+        raise _fault(file, "the plan is torn: it is no whole JSON") from None
     if not isinstance(content, dict):
-        raise DataError(
-            "this is no plan: it holds no object", code="plan-invalid", where=str(file), hint=hint
-        )
+        raise _fault(file, "this is no plan: it holds no object")
     version = cast("dict[str, Any]", content).get("version")
     if version != VERSION:
         told = "no version" if version is None else f"version {version!r}"
-        raise DataError(
+        raise _fault(
+            file,
             f"the plan has {told}, and this allhands reads version {VERSION}",
             code="plan-of-other-version",
-            where=str(file),
-            hint=hint,
         )
     try:
         return _reader().validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise DataError(
-            f"the plan has a fault at {place}: {first['msg']}",
-            code="plan-invalid",
-            where=str(file),
-            hint=hint,
-        ) from None
+        raise _fault(file, f"the plan has a fault at {place}: {first['msg']}") from None
+
+
+def _fault(file: Path, told: str, code: str = "plan-invalid", hint: str = _HINT) -> DataError:
+    return DataError(told, code=code, where=str(file), hint=hint)
 
 
 def plan_before(directory: Path, began: float | None) -> tuple[KeptPlan | None, list[str]]:
@@ -297,13 +299,9 @@ def plan_before(directory: Path, began: float | None) -> tuple[KeptPlan | None, 
         began: time at which the run began, Unix time in seconds; ``None`` if not known.
     """
     usual, notes, plans = Path(PLAN_FILE), list[str](), list[KeptPlan]()
-    numbered = sorted(directory.glob(f"{usual.stem}.*{usual.suffix}"))
-    for file in [
-        directory / PLAN_FILE,
-        *(one for one in numbered if one.name.split(".")[1].isdigit()),
-    ]:
-        if not os.path.exists(file):
-            continue
+    others = sorted(directory.glob(f"{usual.stem}.*{usual.suffix}"))
+    numbered = [one for one in others if one.name.split(".")[1].isdigit()]
+    for file in filter(os.path.exists, [directory / PLAN_FILE, *numbered]):
         try:
             plans.append(read_plan(file))
         except DataError as error:

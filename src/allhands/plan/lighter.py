@@ -71,10 +71,21 @@ def lighter_ways(
         or not step.gradient_bytes
     ):
         return []
-    ways = [
-        _way(flags, model, batches, link, speeds, room)
-        for flags, model, batches in _models(step, kind, speeds)
-    ]
+    ways: list[Lighter] = []
+    for flags, model, batches in _models(step, kind, speeds):
+        found, gradient = predict(model, link, speeds, room), model.gradient_bytes
+        packed = None if model.packed is None else model.packed.traffic(gradient, len(speeds))
+        costs = DataCosts() if model.every == 1 else LocalCosts(Rounds(model.every))
+        traffic = costs.traffic(gradient, gradient, scatters=False, packed=packed)
+        ways.append(
+            Lighter(
+                flags,
+                found.step_s / batches,
+                found.exposed_s / batches,
+                round(traffic.sent(len(speeds)) / batches),
+                PRICES.get(flags),
+            )
+        )
     return ways if ways[0].exposed_s >= _FELT * ways[0].step_s else []
 
 
@@ -104,25 +115,3 @@ def _models(
         local = replace(local, packed=packed["int4"])
         yield f"{_ROUNDS.flags} --compress int4", local, 1
         yield f"{_STREAMED.flags} --compress int4", replace(local, beside=_STREAMED.beside), 1
-
-
-def _way(
-    flags: str,
-    model: StepModel,
-    batches: int,
-    link: ExchangeTimes,
-    speeds: Sequence[float],
-    room: int,
-) -> Lighter:
-    found, ranks = predict(model, link, speeds, room), len(speeds)
-    gradient = model.gradient_bytes
-    packed = None if model.packed is None else model.packed.traffic(gradient, ranks)
-    costs = DataCosts() if model.every == 1 else LocalCosts(Rounds(model.every))
-    sent = costs.traffic(gradient, gradient, scatters=False, packed=packed).sent(ranks)
-    return Lighter(
-        flags,
-        found.step_s / batches,
-        found.exposed_s / batches,
-        round(sent / batches),
-        PRICES.get(flags),
-    )

@@ -116,9 +116,18 @@ def link_of(text: str) -> Link:
     """
     asked = text.strip()
     head, comma, rest = (part.strip() for part in asked.replace("+", ",").partition(","))
-    found = _named(head) or _rated(head, asked)
+    name = _ALIASES.get(head.lower(), head.lower())
+    found = _LINKS.get(name) or _rated(head, asked)
     if found is None:
-        raise _unknown(text, head)
+        near = difflib.get_close_matches(head.lower(), _LINKS, n=1, cutoff=0.5)
+        known = ", ".join(link.name for link in _LINKS.values())
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(
+            f"{text!r} is not a link that is known",
+            code="value-unknown",
+            where="--link",
+            hint=f"{meant}one of {known}; or a rate, as 400Mbit/s or 100Mbit/s,5ms",
+        )
     if not comma:
         return found
     delay = _DELAY.fullmatch(rest)
@@ -131,10 +140,6 @@ def link_of(text: str) -> Link:
         )
     seconds = float(delay[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[delay[2].lower()]
     return Link(asked, found.bytes_per_s, seconds, "as described")
-
-
-def _named(name: str) -> Link | None:
-    return _LINKS.get(_ALIASES.get(name.lower(), name.lower()))
 
 
 def _rated(head: str, asked: str) -> Link | None:
@@ -150,18 +155,6 @@ def _rated(head: str, asked: str) -> Link | None:
             hint="give a rate above 0, as 400Mbit/s",
         )
     return Link(asked, rate / 8, 150e-6, "as described")
-
-
-def _unknown(text: str, name: str) -> ConfigError:
-    near = difflib.get_close_matches(name.lower(), _LINKS, n=1, cutoff=0.5)
-    known = ", ".join(link.name for link in _LINKS.values())
-    meant = f"did you mean {near[0]}? " if near else ""
-    return ConfigError(
-        f"{text!r} is not a link that is known",
-        code="value-unknown",
-        where="--link",
-        hint=f"{meant}one of {known}; or a rate, as 400Mbit/s or 100Mbit/s,5ms",
-    )
 
 
 def faster_than(link: ExchangeTimes) -> str:

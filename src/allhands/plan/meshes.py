@@ -110,16 +110,6 @@ class ExchangeGroup:
         summed = (2 * traffic.all_reduced + traffic.scattered) * self.slots * (world - 1) / world
         return int(summed + traffic.gathered * (world - 1) / self.size)
 
-    def sum_s(self, link: ExchangeTimes, num_bytes: float) -> float:
-        """Return the seconds of a sum of ``num_bytes`` over the group."""
-        return (
-            0.0 if self.size == 1 else link.seconds(num_bytes * self.slots, self.size * self.slots)
-        )
-
-    def gather_s(self, link: ExchangeTimes, num_bytes: float) -> float:
-        """Return the seconds of an all-gather whose result has ``num_bytes``."""
-        return self.sum_s(link, num_bytes) / 2
-
 
 @dataclass(frozen=True)
 class PlannedRanks:
@@ -266,8 +256,13 @@ class MeshWay:
         if self.config.ep > 1:
             of = partial(memory_of_experts, of, word=self.word, alike=self.mesh.expert == 1)
         if self.mesh.context > 1:
-            how = {"ranks": self.mesh.context, "word": self.word, "heads": self.mesh.tensor}
-            of = partial(memory_of_rows, of, **how)
+            of = partial(
+                memory_of_rows,
+                of,
+                ranks=self.mesh.context,
+                word=self.word,
+                heads=self.mesh.tensor,
+            )
         return of
 
     @cached_property
@@ -318,13 +313,11 @@ class MeshWay:
 
         ``last``: True for the stage with the loss, or for a whole model.
         """
-        keeps, copies = keeps_fetched(self.config), self.mesh.copies
-        slots = self.group(self.mesh.parts).slots
         return Fetching(
-            keeps=keeps,
+            keeps=keeps_fetched(self.config),
             boxed=self.mesh.tensor > 1,
-            copies=copies,
-            slots=slots,
+            copies=self.mesh.copies,
+            slots=self.group(self.mesh.parts).slots,
             turns=last,
             pieces=self.mesh.context,
         )
@@ -333,6 +326,19 @@ class MeshWay:
         """Return a group of ``size`` ranks on this back-end."""
         imitated = 1 < size < self.ranks and not can(self.job.backend or "ring", "split")
         return ExchangeGroup(size, self.ranks // size if imitated else 1)
+
+    def sum_s(self, size: int, num_bytes: float) -> float:
+        """Return the seconds of a sum of ``num_bytes`` over a group of ``size`` ranks."""
+        slots = self.group(size).slots
+        return 0.0 if size == 1 else self.link.seconds(num_bytes * slots, size * slots)
+
+    def gather_s(self, size: int, num_bytes: float) -> float:
+        """Return the seconds of an all-gather whose result has ``num_bytes``."""
+        return self.sum_s(size, num_bytes) / 2
+
+    def scatter_s(self, size: int, num_bytes: float) -> float:
+        """Return the seconds of a sum of which each rank needs a part."""
+        return (0.5 if self.scatters else 1.0) * self.sum_s(size, num_bytes)
 
     def _buckets(self) -> int:
         """Return the bytes of a bucket of gradients and of its sum; 0 if gradients are not
@@ -370,20 +376,19 @@ class MeshWay:
             inside = int(self.work.trained_bytes * self._experts_costs().expert_share / mesh.expert)
             yield data, Traffic(all_reduced=inside)
             yield ExchangeGroup(self.ranks), Traffic(all_reduced=trained - inside)
-        elif mesh.context > 1:
-            zero1 = self.config.strategy == "zero1"
-            found = DividedOptimizerCosts().traffic(trained, trained, scatters=scatters)
-            yield data, found if zero1 else Traffic(all_reduced=trained)
+        elif mesh.context > 1 and self.config.strategy == "zero1":
+            yield data, DividedOptimizerCosts().traffic(trained, trained, scatters=scatters)
         else:
             yield data, Traffic(all_reduced=trained)
         if mesh.expert > 1:
-            exchanged = self._experts_costs().traffic(0, 0, scatters=scatters)
-            yield self.group(mesh.expert), exchanged
+            yield (
+                self.group(mesh.expert),
+                self._experts_costs().traffic(0, 0, scatters=scatters),
+            )
         if mesh.context > 1:
             yield self.group(mesh.context), self._rows_costs().traffic(0, 0, scatters=scatters)
         if mesh.tensor > 1:
-            sums = self._sums().traffic(0, 0, scatters=scatters)
-            yield self.group(mesh.tensor), sums
+            yield self.group(mesh.tensor), self._sums().traffic(0, 0, scatters=scatters)
 
     def _rows_costs(self) -> ContextCosts:
         blocks = replace(self.blocks, keys=self.blocks.keys // self.mesh.tensor)
@@ -411,18 +416,8 @@ class MeshWay:
     def step_s(self) -> float:
         """Return the seconds of a step."""
         compute = self.compute_s()
-        exchanged = self.link_s()
-        if self.mesh.parts > 1:
-            # Weights are fetched during the passes, except those of the first block. If ranks share
-            # a computer's cores, one core of each rank sends and receives meanwhile.
-            divided = self.divided
-            fetches = divided.blocks.layers - 1 + divided.work.trained_layers
-            least = 1 / max(1, fetches * divided.micro_batches)
-            if self.job.shares:
-                least = max(least, min(1.0, self.ranks / max(1, self.job.room)))
-            exchanged = max(exchanged * least, exchanged - compute)
         serial_s = self.plain.step_s - self.plain.compute_s - self.plain.exposed_s
-        waited = exchanged + self.experts_s() + self.rows_s() + self.sums_s()
+        waited = self.link_s(compute) + self.experts_s() + self.rows_s() + self.sums_s()
         return serial_s + compute + waited + self.gradients_s(compute)
 
     def compute_s(self) -> float:
@@ -438,52 +433,58 @@ class MeshWay:
 
     def sums_s(self) -> float:
         """Return the seconds in which ranks with parts of matrices sum hidden states."""
-        if self.mesh.tensor == 1:
+        tensor = self.mesh.tensor
+        if tensor == 1:
             return 0.0
-        divided, group = self._of_all_experts(), self.group(self.mesh.tensor)
-        costs = self._sums()
-        each = group.sum_s(self.link, costs.hidden_bytes / divided.micro_batches)
+        costs, batches = self._sums(), self.divided.micro_batches
+        each = self.sum_s(tensor, costs.hidden_bytes / batches)
         each += 0.0 if self.on_cpu else _WAIT_OF_GPU_S
-        return costs.sums * divided.micro_batches * each + group.sum_s(
-            self.link, costs.partial_bytes
-        )
+        return costs.sums * batches * each + self.sum_s(tensor, costs.partial_bytes)
 
-    def link_s(self) -> float:
-        """Return the seconds in which ranks fetch divided arrays and send their gradients."""
-        mesh, half = self.mesh, 0.5 if self.scatters else 1.0
-        if mesh.parts > 1:
-            group, divided = self.group(mesh.parts), self.divided
-            costs = costs_of_shards(divided, self.fetching())
-            fetches = divided.blocks.layers - 1 + divided.work.trained_layers
-            times = 1 if costs.keeps else divided.micro_batches
-            fetch_s = times * fetches * group.gather_s(self.link, costs.fetched_bytes / fetches)
-            units = max(1, divided.work.trained_layers)
-            return fetch_s + divided.micro_batches * units * half * group.sum_s(
-                self.link, costs.pushed_bytes / units
-            )
-        return 0.0
+    def link_s(self, compute: float) -> float:
+        """Return the seconds in which ranks wait for divided arrays and for sums of their
+        gradients.
+
+        ``compute``: seconds of the passes. Weights are fetched during the passes, except those of
+        the first block.
+        """
+        parts, divided = self.mesh.parts, self.divided
+        if parts == 1:
+            return 0.0
+        costs, batches = costs_of_shards(divided, self.fetching()), divided.micro_batches
+        fetches = divided.blocks.layers - 1 + divided.work.trained_layers
+        units = max(1, divided.work.trained_layers)
+        times = 1 if costs.keeps else batches
+        exchanged = times * fetches * self.gather_s(parts, costs.fetched_bytes / fetches)
+        exchanged += batches * units * self.scatter_s(parts, costs.pushed_bytes / units)
+        least = 1 / max(1, fetches * batches)
+        # If ranks share a computer's cores, one core of each rank sends and receives meanwhile.
+        if self.job.shares:
+            least = max(least, min(1.0, self.ranks / max(1, self.job.room)))
+        return max(exchanged * least, exchanged - compute)
 
     def experts_s(self) -> float:
         """Return the seconds in which ranks with parts of the experts exchange tokens."""
-        if self.mesh.expert == 1:
+        expert, batches = self.mesh.expert, self.divided.micro_batches
+        if expert == 1:
             return 0.0
-        group, half = self.group(self.mesh.expert), 0.5 if self.scatters else 1.0
-        costs, batches = self._experts_costs(), self.divided.micro_batches
+        costs = self._experts_costs()
         each = costs.hidden_bytes / batches
-        both = group.gather_s(self.link, each) + half * group.sum_s(self.link, each)
+        both = self.gather_s(expert, each) + self.scatter_s(expert, each)
         return (2 * costs.mixtures + costs.again) * batches * both
 
     def rows_s(self) -> float:
         """Return the seconds in which ranks with parts of rows exchange keys and values."""
         if self.mesh.context == 1:
             return 0.0
-        return self._exchange_s(self._rows_costs(), self.divided.micro_batches * self.blocks.layers)
+        times = self.divided.micro_batches * self.blocks.layers
+        return self.rows_exchange_s(self._rows_costs(), times)
 
-    def _exchange_s(self, costs: ContextCosts, times: int) -> float:
+    def rows_exchange_s(self, costs: ContextCosts, times: int) -> float:
         """Return the seconds of ``times`` exchanges of keys and values."""
-        group, half = self.group(self.mesh.context), 0.5 if self.scatters else 1.0
-        fetched = times * group.gather_s(self.link, costs.fetched_bytes / times)
-        return fetched + half * times * group.sum_s(self.link, costs.pushed_bytes / times)
+        context = self.mesh.context
+        fetched = times * self.gather_s(context, costs.fetched_bytes / times)
+        return fetched + times * self.scatter_s(context, costs.pushed_bytes / times)
 
     def gradients_s(self, compute: float) -> float:
         """Return the seconds in which ranks wait for the exchange of gradients at the end of a
@@ -495,8 +496,8 @@ class MeshWay:
         if mesh.parts > 1:
             kept = self.divided.kept.trained_bytes
             own = (trained - kept) / mesh.parts + kept
-            return self.group(mesh.copies).sum_s(self.link, own)
-        whole = self.group(mesh.copies * mesh.expert).sum_s(self.link, trained)
+            return self.sum_s(mesh.copies, own)
+        whole = self.sum_s(mesh.copies * mesh.expert, trained)
         least = 0.0
         if mesh.context > 1 and mesh.tensor == 1:  # bucket by bucket, and packed if requested
             whole = exchange_s(self.job.step, self.link, self.ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -175,6 +175,7 @@ class _Planner:
     def __init__(self, job: Job) -> None:
         self.job, self.link = job, job.link or _NO_LINK
         self.ones = self._ways((largest(job.computers),))
+        self.told = those_told(self.ones)
         needed = self.ones[0].rank_bytes if self.ones else None
         self.first = alone(job.computers, needed)
         # If the model fits one computer as it is, weights in 4 bits are not planned: they would
@@ -192,65 +193,48 @@ class _Planner:
         """Return all predictions, with the advice."""
         job = self.job
         teams = [self._team(number) for number in self._numbers()]
-        ways = {
-            len(team): those_told(self._ways(team) if len(team) > 1 else self.ones)
-            for team in teams
-        }
-        lines = [self._line(team, ways[len(team)]) for team in teams]
-        ways = {
-            line.machines: [self._timed(way, line) for way in ways[line.machines]] for line in lines
-        }
+        lines: list[OutlookLine] = []
+        ways: list[Sequence[Way]] = []
+        for team in teams:
+            told = those_told(self._ways(team)) if len(team) > 1 else self.told
+            line = self._line(team, told)
+            lines.append(line)
+            ways.append([self._timed(way, line) for way in told])
         pipelines = self._pipelines(teams[1:])
         divided = [way for team in teams for way in self._divided(team)]
-        memory = [
-            *those_told(self.ones),
-            *(way for number in ways if number > 1 for way in ways[number]),
-            *divided,
-        ]
         situation = self._situation(teams, lines, ways, pipelines)
         situation = replace(situation, **self._parts(divided, situation))
-        advice = advise(situation)
+        speeds, lighter = [each.speed for each in teams[-1]], list[Lighter]()
+        if job.asked is None:  # else ranks do not exchange whole gradients
+            lighter = lighter_ways(job.step, self.link, speeds, job.room, job.kind)
         return Outlook(
             job=job,
             lines=tuple(lines),
             enough=self.enough,
-            memory=tuple(memory),
-            advice=advice,
+            memory=(*(way for some in ways for way in some), *divided),
+            advice=advise(situation),
             alone=self.first,
             alone_s=self.alone_s,
-            lighter=tuple(self._lighter(teams[-1])),
+            lighter=tuple(lighter),
             pipelines=tuple(pipelines),
         )
-
-    def _lighter(self, team: Team) -> Sequence[Lighter]:
-        """Return the ways to send less; none if ranks do not exchange whole gradients."""
-        job, speeds = self.job, [each.speed for each in team]
-        if job.asked is not None:
-            return ()
-        return lighter_ways(job.step, self.link, speeds, job.room, job.kind)
 
     def _situation(
         self,
         teams: Sequence[Team],
         lines: Sequence[OutlookLine],
-        ways: Mapping[int, Sequence[Way]],
+        ways: Sequence[Sequence[Way]],
         pipelines: Sequence[Pipelined],
     ) -> Situation:
-        job, pairs = self.job, zip(teams[1:], lines[1:], strict=True)
-        offers = [
-            offer
-            for team, line in pairs
-            if (offer := self._offer(team, line, ways[len(team)])) is not None
-        ]
+        job, each_has = self.job, zip(teams[1:], lines[1:], ways[1:], strict=True)
+        offers = [offer for each in each_has if (offer := self._offer(*each)) is not None]
         same = [each for each in offers if self._is_open(each.more)]
         enough = min(self.enough, self.most)
         return Situation(
             again=not job.once,
             alone_s=self.alone_s,
             fits_one=self.fits_one,
-            fits_smaller=next(
-                (way.flags for way in those_told(self.ones) if way.fits and way.flags), ""
-            ),
+            fits_smaller=next((way.flags for way in self.told if way.fits and way.flags), ""),
             offer=_best(same, enough),
             larger=max(same, key=lambda each: each.accumulated, default=None),
             rounded=_best(offers, enough),
@@ -261,7 +245,7 @@ class _Planner:
             faster="" if job.link is None else faster_than(job.link),
             adapters=job.work is not None and job.work.method != "full",
             one=self.first.name if job.mixed else "",
-            unable=self._unable(teams[-1], ways[len(teams[-1])]),
+            unable=self._unable(teams[-1], ways[-1]),
             packed=job.step.packed is not None,
             rows=job.batch_rows,
             kind=job.kind,
@@ -453,15 +437,15 @@ class _Planner:
         ways = [way for way in ways if self._is_open(way.flags)]
         if not ways or self.job.shares or len(team) < 2:
             return ()
-        found: dict[str, None] = {}
+        found: list[str] = []
         for place, each in enumerate(team):
             least = min(way.by_rank[place] for way in ways)
             if each.holds(least) is False:
                 has = format_bytes(each.usable_bytes or 0)
-                found[
+                found.append(
                     f"{each.name}: its share takes {format_bytes(least)} at least, and it has {has}"
-                ] = None
-        return tuple(found)
+                )
+        return tuple(dict.fromkeys(found))
 
     # --- offers -----------------------------------------------------------------------------------
 

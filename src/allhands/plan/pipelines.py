@@ -77,15 +77,9 @@ class Pipelined:
     @property
     def told(self) -> str:
         """A line for people with computers, split, memory, and the time of a step."""
-        blocks = (
-            " and ".join(map(str, self.sizes))
-            if len(self.sizes) == 2
-            else " + ".join(map(str, self.sizes))
-        )
+        blocks = (" and " if len(self.sizes) == 2 else " + ").join(map(str, self.sizes))
         memory = ", ".join(
-            f"{format_bytes(needed)} of {format_bytes(usable)}"
-            if usable is not None
-            else format_bytes(needed)
+            format_bytes(needed) + ("" if usable is None else f" of {format_bytes(usable)}")
             for needed, usable in zip(self.num_bytes, self.usable_bytes, strict=True)
         )
         short = ", ".join(
@@ -94,11 +88,8 @@ class Pipelined:
             if missing
         )
         seconds = f"{1e3 * self.step_s:,.0f} ms" if self.step_s < 10 else f"{self.step_s:,.0f} s"
-        end = (
-            f"does not fit: {short}"
-            if short
-            else f"{seconds} a step, bubble {100 * self.bubble:.0f} %"
-        )
+        fits = f"{seconds} a step, bubble {100 * self.bubble:.0f} %"
+        end = f"does not fit: {short}" if short else fits
         which = (
             f"{len(self.sizes)} x {self.computers[0]}"
             if len(set(self.computers)) == 1

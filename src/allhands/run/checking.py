@@ -128,8 +128,9 @@ def check_data(config: TrainConfig, names: Sequence[str], sample: ShownSample) -
     found += _size_findings(
         config, {report.name: report for report in reports}, positions_of(described)
     )
+    tokenizer: Any = loaded.tokenizer
     renderer = Renderer(
-        loaded.tokenizer,
+        tokenizer,
         mask_prompt=config.mask_prompt,
         max_seq_length=options.limit,
         train_on=config.train_on,

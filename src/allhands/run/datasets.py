@@ -42,7 +42,7 @@ from allhands.data.tokens import PackedRows, TokenSet, Windows
 from allhands.errors import ConfigError, DataError
 from allhands.io.formatting import counted, format_count, format_duration
 from allhands.io.paths import meant
-from allhands.model.load import LoadedTokenizer, load_tokenizer
+from allhands.model.load import LoadedTokenizer, load_bare_tokenizer, load_tokenizer
 
 COLUMN_OPTIONS = tuple(name for name in TrainConfig.model_fields if name.endswith("_feature"))
 # Time in which the ranks of a host usually all come to their data; then any of them may tokenise.
@@ -248,14 +248,15 @@ def chat_of(config: TrainConfig, kept: Path | None = None) -> ChatChoice:
     return ChatChoice(config.chat_template, config.system, kept)
 
 
-def load_data(config: TrainConfig) -> Datasets:
-    """Find and open the splits for ``config``, with the tokenizer of ``config.model``."""
-    trust = config.trust_remote_code
-    return open_data(
-        config,
-        find_splits(config),
-        load_tokenizer(config.model, trust_remote_code=trust, chat=chat_of(config)),
-    )
+def load_data(config: TrainConfig, *names: str) -> Datasets:
+    """Find and open the splits of these ``names``, or all, with the tokenizer of the training."""
+    found = find_splits(config)
+    fresh, trust, chat = pretraining(config), config.trust_remote_code, chat_of(config)
+    if fresh is None:
+        tokenizer = load_tokenizer(config.model, trust_remote_code=trust, chat=chat)
+    else:
+        tokenizer = load_bare_tokenizer(fresh.tokenizer, trust_remote_code=trust, chat=chat)
+    return open_data(config, {name: found[name] for name in names or found}, tokenizer)
 
 
 def rendering_of(

@@ -3,65 +3,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
-from allhands.cli.plan_asked import AskedComputers, devices_of, hosts_of, on_hosts
-from allhands.cli.plan_calibration import (
-    Calibration,
-    calibrate,
-    small_passes,
-    steps_of,
-    time_to_start,
-)
-from allhands.cli.plan_computers import computers_of, link_between, prices_of
-from allhands.cli.plan_validations import number_of, open_splits, seconds_of, valid_rows
-from allhands.cluster.candidates import facts_here
-from allhands.cluster.choose import choose
-from allhands.config.pretrain_schema import PretrainConfig, pretraining
+from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import TrainConfig
 from allhands.distributed.codecs import CODECS, require_gain
 from allhands.distributed.reduce import bucket_bytes_for
-from allhands.errors import ConfigError, ModelError
+from allhands.errors import ConfigError
 from allhands.io.formatting import counted, format_bytes, format_count, format_duration
-from allhands.model.adapters import full_of_quantised, no_such_keys
-from allhands.model.divisible import resolve_layers
-from allhands.model.load import read_config
 from allhands.model.quantized import held_dense
-from allhands.model.shapes import find_shape, model_config, num_parameters, rows_for
-from allhands.model.sources import resolve
-from allhands.model.weight_files import all_bytes
 from allhands.parallel.costs import PackedGradients
 from allhands.parallel.registry import TrainingNeeds
 from allhands.parallel.rounds import rounds_of
 from allhands.parallel.runahead import limit_for
 from allhands.plan.asked import asks, require_asked
+from allhands.plan.calibration import Calibration, Calibrator, steps_of
 from allhands.plan.dividing import dividing_of, left_out
 from allhands.plan.job import Job
+from allhands.plan.kept import plan_record
 from allhands.plan.meshes import flags_of
-from allhands.plan.outlook import look_ahead
+from allhands.plan.models import model_facts, trained_layers, trained_parameters
+from allhands.plan.outlook import Outlook, look_ahead
 from allhands.plan.pipelines import PROGRAM_BYTES
-from allhands.plan.speed import StepModel, fitted
-from allhands.run.model_sizes import (
-    adapter_weights,
-    all_weights,
-    flops_per_token,
-    forms_on_cpu,
-    left_to_adam,
-    linears,
+from allhands.plan.site import (
+    AskedComputers,
+    Say,
+    Site,
+    computers_of,
+    link_between,
+    on_hosts,
+    prices_of,
 )
+from allhands.plan.speed import StepModel, fitted
+from allhands.plan.validations import number_of, seconds_of, valid_rows
+from allhands.run.datasets import load_data
+from allhands.run.model_sizes import flops_per_token, left_to_adam
 from allhands.run.starting import require_weights
 from allhands.run.strategy_choice import require_fit
 from allhands.run.training_memory import (
     WRITING_BYTES,
     DecoderShape,
     Work,
-    blocks_of,
     of_process,
     on_cpu,
     on_gpu,
@@ -70,37 +55,9 @@ from allhands.runtime.accelerator import detect, device_memory, sizing_of
 from allhands.runtime.blas import available_cores
 from allhands.train.optim import make_schedule
 
-_DEFAULT_ITERS = 1000
 _FELT_S = 1.0
 _BANDWIDTH = {"metal": 200e9, "cuda": 1e12}  # approximate speed of memory, in bytes per second
 _METHODS = {"lora": "LoRA", "dora": "DoRA", "full": "full training"}
-
-Say = Callable[[str], object]
-
-
-@dataclass(frozen=True)
-class _Model:
-    """Facts of a model from its files, or from the options of pre-training.
-
-    Attributes:
-        blocks: widths of the model; ``None`` if it is not built of equal blocks.
-        weights_bytes: bytes of the weights in training.
-        word: bytes of a dense weight in memory.
-        bits: bits of a quantised weight; 0 for dense weights.
-        tied: True if the embedding is also the head.
-        forms: forms of quantised weights on a CPU, see :func:`forms_on_cpu`.
-        values: content of config.json.
-        group: size of a group of quantised weights; 1 for dense weights.
-    """
-
-    blocks: DecoderShape | None
-    weights_bytes: int
-    word: int
-    bits: int = 0
-    tied: bool = False
-    forms: tuple[tuple[float, float], ...] = ()
-    values: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    group: int = 1
 
 
 def facts_of(
@@ -115,6 +72,32 @@ def facts_of(
     """
     facts = _Facts(config, asked, say)
     return facts.job(), facts.notes, facts.measured
+
+
+def plan_of(
+    config: TrainConfig, asked: AskedComputers, say: Say
+) -> tuple[Outlook, list[str], dict[str, Any]]:
+    """Return the predictions for a training, notes on the sources of the facts, and the plan as
+    plain values.
+
+    Raises:
+        AllhandsError: as :func:`facts_of`.
+    """
+    job, notes, measured = facts_of(config, asked, say)
+    outlook = look_ahead(job)
+    # The plan does not keep options that this kind of training does not have.
+    options = config.model_dump(mode="json", exclude=set(config.HIDDEN))
+    processor = "cpu" if job.kind == "cpu" else "gpu"
+    return (
+        outlook,
+        notes,
+        {
+            **plan_record(options, processor=processor, device=asked.device),
+            **outlook.as_json(),
+            "notes": notes,
+            "measured": None if measured is None else asdict(measured),
+        },
+    )
 
 
 class _Facts:
@@ -133,42 +116,38 @@ class _Facts:
 
     def __init__(self, config: TrainConfig, asked: AskedComputers, say: Say) -> None:
         self.config, self.asked, self.say = config, asked, say
-        self.devices = devices_of(asked.device)
-        self.kind = self.devices[0].kind if self.devices else detect().kind
-        self.together = not self.devices and config.num_ranks > 1 and not on_hosts(config)
+        self.kind = detect().kind if asked.site is not None else asked.devices[0].kind
+        self.on_gpu = self.kind != "cpu"
+        self.together = asked.site is not None and config.num_ranks > 1 and not on_hosts(config)
         self.notes = [*config.notes, *left_out(config)]
-        self.prices = prices_of(asked, self.devices, self.notes)  # before any long work
+        self.prices = prices_of(asked, self.notes)  # before any long work
         require_weights(config)
-        self.model = (
-            _fresh(config, self.kind)
-            if isinstance(config, PretrainConfig)
-            else _read(config, self.kind)
-        )
+        self.model = model_facts(config, self.kind)
         self.blocks = self.model.blocks
         if asks(config):
-            require_asked(config, self.model.values, self._most_ranks(), self._known_backend)
-            if self._most_ranks() > 1:
+            require_asked(config, self.model.values, asked.most, self._known_backend)
+            if asked.most > 1:
                 self.notes.append(
                     "the first table is of ranks that all have the whole model and rows of their own: the second one has "
                     f"the time and the memory with {flags_of(config)}"
                 )
-        elif self._most_ranks() > 1:
+        elif asked.most > 1:
             require_fit(config, TrainingNeeds(config.optimizer, self._native))
         self.measured: Calibration | None = None
         self.as_one_of = config
-        if not self.devices:
-            self.measured = self._measure()
+        if asked.site is not None:
+            self.measured = self._measure(asked.site)
             self.notes.append(_told(self.measured))
         self.row_tokens, self.num_rows = self._rows()
         self.trained = self._trained()
-        self.layers = 0 if self.blocks is None else _trained_layers(config, self.blocks)
+        self.layers = 0 if self.blocks is None else trained_layers(config, self.blocks)
 
     def job(self) -> Job:
         """Return the job with all facts for the plan."""
         config, asked = self.config, self.asked
         step = self._step()
-        link = link_between(config, asked, len(self.devices), self.say, self.notes)
-        computers = computers_of(config, asked, self.devices, self.kind, link, self.say, self.notes)
+        link = link_between(config, asked, self.say, self.notes)
+        computers = computers_of(config, asked, self.kind, link, self.say, self.notes)
         work = self._work()
         make_schedule(config, steps := self._steps())  # refused as in training
         counted = self.measured is not None or self.num_rows is not None
@@ -189,7 +168,7 @@ class _Facts:
             imagined=bool(asked.machines) and not self.together,
             blocks=self.blocks,
             work=work,
-            of=on_cpu if self.kind == "cpu" else on_gpu,
+            of=on_gpu if self.on_gpu else on_cpu,
             batch_rows=config.batch_size,
             present_bytes=self._present(work),
             quantised=self.model.bits > 0,
@@ -208,7 +187,7 @@ class _Facts:
             wants_stages=config.strategy == "pipeline",
             asked=config if asks(config) else None,
             backend=self._known_backend,
-            compiled=self.kind == "cpu" and not self.devices and not self._native,
+            compiled=not self.on_gpu and not self._native,
         )
         return self._with_small_passes(self._with_measured(job))
 
@@ -226,7 +205,7 @@ class _Facts:
                 f"training takes up to {most} of the GPU's memory if it is free, because that is faster"
             )
         # A part of the additional time of the first steps, if the training is short.
-        first = min(1.0, job.steps / steps_of(self.config, on_gpu=self.kind != "cpu"))
+        first = min(1.0, job.steps / steps_of(self.config, on_gpu=self.on_gpu))
         return replace(
             job,
             start_s=measured.start_s,
@@ -239,7 +218,7 @@ class _Facts:
     @property
     def _native(self) -> bool:
         """True if this computer's CPU trains with native operations, which are not compiled."""
-        return not self.devices and detect().runs_natively(self.config.compile)
+        return self.asked.site is not None and detect().runs_natively(self.config.compile)
 
     @cached_property
     def _known_backend(self) -> str:
@@ -248,35 +227,26 @@ class _Facts:
             return self.config.backend
         if self.kind == "cuda":
             return "nccl"
-        if self.together:
-            return choose(
-                facts_here(self.config.num_ranks), cores_per_rank=self.config.cores_per_rank
-            ).backend
-        return "ring"
-
-    def _most_ranks(self) -> int:
-        """Return the largest number of ranks that is planned."""
-        if self.devices:
-            return max(len(self.devices), *(self.asked.machines or (1,)))
-        return max(
-            sum(host.slots for host in hosts_of(self.config)), *(self.asked.machines or (1,))
-        )
+        return self.asked.site.backend() if self.asked.site and self.together else "ring"
 
     def _room(self) -> int:
         """Return the number of processes for which this computer's cores suffice; 0 if the ranks do
         not share a CPU.
         """
-        if not self.together or self.kind != "cpu":
+        if not self.together or self.on_gpu:
             return 0
         return max(1, available_cores() // (self.config.cores_per_rank or 1))
 
-    def _measure(self) -> Calibration:
+    @cached_property
+    def _calibrator(self) -> Calibrator:
+        in_child = self.asked.site and self.asked.site.in_child
+        return Calibrator(self.asked.timeout_s, on_gpu=self.on_gpu, in_child=in_child)
+
+    def _measure(self, site: Site) -> Calibration:
         """Train a few steps, with the cores of one rank if a computer will have several."""
-        config, on_gpu = self.config, self.kind != "cpu"
-        self.say(
-            f"training {steps_of(config, on_gpu=on_gpu)} steps with the whole batch, and with half of it ..."
-        )
-        ranks = max(host.slots for host in hosts_of(config))
+        config, steps = self.config, steps_of(self.config, on_gpu=self.on_gpu)
+        self.say(f"training {steps} steps with the whole batch, and with half of it ...")
+        ranks = max(site.slots)
         if ranks > 1 and not config.cores_per_rank:
             there = available_cores()
             cores = max(1, there // ranks)
@@ -287,8 +257,9 @@ class _Facts:
             self.notes.append(told)
             self.as_one_of = config.model_copy(update={"cores_per_rank": cores})
         fewer = self.together or (on_hosts(config) and self.as_one_of.cores_per_rank is not None)
-        timeout_s, alone = self.asked.timeout_s, fewer and not on_gpu
-        return calibrate(self.as_one_of, timeout_s, self.say, on_gpu=on_gpu, with_all_cores=alone)
+        return self._calibrator.calibrate(
+            self.as_one_of, self.say, with_all_cores=fewer and not self.on_gpu
+        )
 
     def _with_small_passes(self, job: Job) -> Job:
         """Return the job with the time of micro-batches of the smallest planned pipeline, if there
@@ -301,21 +272,15 @@ class _Facts:
         ):
             return job
         self.say("training a few steps with the small micro-batches of a pipeline ...")
-        stages, timeout_s = min(each.machines for each in pipelines), self.asked.timeout_s
-        small = small_passes(
-            self.as_one_of, self.measured, stages, timeout_s, on_gpu=self.kind != "cpu"
-        )
+        stages = min(each.machines for each in pipelines)
+        small = self._calibrator.small_passes(self.as_one_of, self.measured, stages)
         return replace(job, small=small)
 
     def _about(self) -> str:
         """Describe the training in a few words."""
         config, fresh = self.config, pretraining(self.config)
-        method = _METHODS[config.fine_tune_type]
-        what = (
-            f"pre-training of {fresh.shape}"
-            if fresh is not None
-            else f"{method} of {Path(config.model).name}"
-        )
+        what = f"{_METHODS[config.fine_tune_type]} of {Path(config.model).name}"
+        what = what if fresh is None else f"pre-training of {fresh.shape}"
         rows = counted(config.batch_size * config.grad_accumulation_steps, "row")
         return f"{what}: {counted(self._steps(), 'step')} of {rows}"
 
@@ -323,9 +288,8 @@ class _Facts:
         """Return the factor by which recomputed activations lengthen the passes."""
         if self.blocks is None or self.config.grad_checkpoint:
             return 1.0
-        return self._flops(self.blocks, recomputed=True) / self._flops(
-            self.blocks, recomputed=False
-        )
+        once = self._flops(self.blocks, recomputed=False)
+        return self._flops(self.blocks, recomputed=True) / once
 
     def _flops(self, blocks: DecoderShape, *, recomputed: bool) -> float:
         return flops_per_token(
@@ -336,36 +300,21 @@ class _Facts:
         if not self.together:
             return None
         self.say(f"starting it in {self.config.num_ranks} processes ...")
-        return self.config.num_ranks, time_to_start(self.config, self.asked.timeout_s)
+        return self.config.num_ranks, self._calibrator.time_to_start(self.config)
 
     # --- a step -----------------------------------------------------------------------------------
 
     def _trained(self) -> int:
         """Return the number of trained parameters."""
-        config, blocks = self.config, self.blocks
         if self.measured is not None:
             return self.measured.exchanged
-        if blocks is None:
+        if self.blocks is None:
             raise ConfigError(
                 "this model is not built of equal blocks: nothing can be estimated",
                 code="model-not-estimable",
                 hint="leave --device out, so that a few steps are trained",
             )
-        layers = _trained_layers(config, blocks)
-        if config.fine_tune_type == "full":
-            if layers == blocks.layers:
-                return all_weights(blocks, tied=self.model.tied)
-            return (
-                layers
-                * (all_weights(blocks, tied=True) - blocks.vocabulary * blocks.dims)
-                // blocks.layers
-            )
-        numbers = adapter_weights(
-            blocks, layers, config.lora_parameters.rank, config.lora_parameters.keys
-        )
-        if not numbers:
-            raise no_such_keys(config, linears(blocks), config.lora_parameters.keys or ())
-        return numbers
+        return trained_parameters(self.config, self.blocks, tied=self.model.tied)
 
     @property
     def _gradient_word(self) -> int:
@@ -377,11 +326,11 @@ class _Facts:
             serial_s, token_s = fitted(self.measured.points)
         else:
             assert self.blocks is not None, "self._trained() has said so"
-            where = self.devices[0]
+            where, *_ = self.asked.devices
             # The update moves about thirty bytes for each trained number.
             serial_s = 0.002 + self.trained * 30.0 / _BANDWIDTH[where.kind]
             token_s = where.seconds(self._flops(self.blocks, recomputed=config.grad_checkpoint))
-            known = ", ".join(dict.fromkeys(each.name for each in self.devices))
+            known = ", ".join(dict.fromkeys(each.name for each in self.asked.devices))
             self.notes.append(
                 f"{known}: estimated from the manufacturer's figures, right within a factor of 1.5; for better "
                 "figures run allhands plan on that computer"
@@ -432,7 +381,7 @@ class _Facts:
         alone = config.model_copy(
             update={"val_batches": 0, "test": False, "early_stopping_patience": None}
         )
-        data = open_splits(alone)
+        data = load_data(alone)
         assert data.train is not None
         number = len(data.train)
         tokens = data.stored["train"].report.num_tokens / number
@@ -443,16 +392,14 @@ class _Facts:
 
     def _batches(self) -> int:
         config = self.config
-        if not config.epochs:
-            return config.iters or _DEFAULT_ITERS
-        if self.num_rows is None:
+        if config.epochs and self.num_rows is None:
             raise ConfigError(
                 "the number of steps is not known",
                 code="option-missing",
                 where="--epochs",
                 hint="give --iters: the number of rows is only known after the data are read",
             )
-        return math.ceil(config.epochs * math.ceil(self.num_rows / config.batch_size))
+        return config.batches(math.ceil((self.num_rows or 0) / config.batch_size))
 
     def _steps(self) -> int:
         return math.ceil(self._batches() / self.config.grad_accumulation_steps)
@@ -465,7 +412,7 @@ class _Facts:
             return None
         share = config.batch_size * config.max_seq_length
         most = sizing_of(self.kind, config.micro_batch_tokens, compiled=False).max_tokens
-        if self.kind != "cpu" and measured is not None and measured.largest:
+        if self.on_gpu and measured is not None and measured.largest:
             most, cuts = measured.largest
             share = min(share, most * cuts)
         elif not config.packing:
@@ -511,7 +458,7 @@ class _Facts:
         """Return the bytes of a process on a CPU besides its training arrays, as the short training
         reported them or as an estimate; 0 on a GPU.
         """
-        if self.kind != "cpu":
+        if self.on_gpu:
             return 0
         measured = self.measured
         if (
@@ -524,84 +471,6 @@ class _Facts:
         # The measured steps wrote no checkpoint.
         later = WRITING_BYTES if self.config.sample_prompts else 0
         return later + max(0, measured.expected_bytes - of_process(on_cpu(self.blocks, work), 0, 0))
-
-
-# --- the model ------------------------------------------------------------------------------------
-
-
-def _read(config: TrainConfig, kind: str) -> _Model:
-    """Return the facts of a model from its files.
-
-    Raises:
-        ModelError: weights are missing, or quantised weights cannot be trained in full.
-    """
-    place = resolve(config.model)
-    values = read_config(place)
-    quantised = _quantisation(values)
-    bits = int(quantised.get("bits", 0))
-    if bits and config.fine_tune_type == "full":
-        raise full_of_quantised(f"{bits} bits")
-    if not (size := all_bytes(place)):
-        raise ModelError(
-            "weights are missing: no model*.safetensors",
-            code="weights-missing",
-            where=str(place),
-            hint="fetch the model again",
-        )
-    tied = bool(values.get("tie_word_embeddings", False))
-    half = (values.get("torch_dtype") or values.get("dtype")) in ("bfloat16", "float16")
-    blocks, group = blocks_of(values), int(quantised.get("group_size", 64)) if bits else 1
-    facts: dict[str, Any] = {"bits": bits, "tied": tied, "values": values, "group": group}
-    if kind != "cpu":
-        return _Model(blocks, size, 2 if half else 4, **facts)
-    # A CPU computes in float32, and holds dense weights in float32.
-    if not bits or blocks is None:
-        return _Model(blocks, size if bits or not half else 2 * size, 4, **facts)
-    codes, packed = _forms(blocks, bits, group, size, tied=tied)
-    of_block, of_table = codes
-    weights_bytes = int(blocks.layers * of_block + (2 - tied) * of_table)
-    return _Model(blocks, weights_bytes, 4, forms=(codes, packed), **facts)
-
-
-def _forms(
-    blocks: DecoderShape, bits: int, group: int, size: int, *, tied: bool
-) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return :func:`forms_on_cpu`, with the packed form scaled to the ``size`` of the files in
-    bytes, because scales may have any type.
-    """
-    codes, (of_block, of_table) = forms_on_cpu(blocks, bits, group)
-    by_file = size / (blocks.layers * of_block + (2 - tied) * of_table) if size else 1.0
-    return codes, (by_file * of_block, by_file * of_table)
-
-
-def _quantisation(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of config.json about quantised weights; empty if the weights are dense."""
-    found = values.get("quantization") or values.get("quantization_config")
-    return found if isinstance(found, dict) else {}
-
-
-def _fresh(fresh: PretrainConfig, kind: str) -> _Model:
-    """Return the facts of a new model, from the options of pre-training."""
-    numbers: dict[str, Any] = fresh.numbers()
-    if (file := Path(fresh.tokenizer) / "tokenizer.json").is_file() and fresh.vocabulary is None:
-        numbers = {
-            "vocabulary": rows_for(Tokenizer.from_file(str(file)).get_vocab_size()),
-            **numbers,
-        }
-    shape = find_shape(fresh.shape, numbers)
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    mixed = shape.experts, shape.experts_per_token
-    blocks = DecoderShape(
-        shape.layers, shape.dims, shape.mlp_dims, queries, keys, shape.vocabulary, *mixed
-    )
-    word = 2 if fresh.dtype == "bfloat16" or (fresh.dtype == "auto" and kind != "cpu") else 4
-    values = model_config(shape)
-    return _Model(blocks, word * num_parameters(shape), word, tied=shape.tied, values=values)
-
-
-def _trained_layers(config: TrainConfig, blocks: DecoderShape) -> int:
-    asked = resolve_layers(blocks.layers, config)
-    return blocks.layers if asked < 0 else asked
 
 
 def _told(measured: Calibration) -> str:

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import TrainConfig
 from allhands.data.order import Shuffle
 from allhands.errors import AllhandsError
-from allhands.model.load import load_bare_tokenizer, load_tokenizer
 from allhands.plan.speed import StepModel
-from allhands.run.datasets import Datasets, chat_of, find_splits, open_data
+from allhands.run.datasets import find_splits, load_data
 from allhands.run.model_sizes import forward_share
 from allhands.run.training_memory import DecoderShape
 
@@ -76,7 +74,7 @@ def valid_rows(
             notes.append("no validations: the data have no validation set")
             return nothing
         say("reading the validation data ...")
-        rows = open_splits(chosen, "valid").valid
+        rows = load_data(chosen, "valid").valid
     except AllhandsError as error:
         if counted:
             raise
@@ -90,19 +88,6 @@ def valid_rows(
         else min(len(rows), config.val_batches * config.batch_size)
     )
     return ValidRows(number, int(rows.work[Shuffle(len(rows), 0).at(np.arange(number))].sum()))
-
-
-def open_splits(config: TrainConfig, *names: str) -> Datasets:
-    """Open the splits of these ``names``, or all. They are tokenised as for the training, which
-    then need not do it again.
-    """
-    found = find_splits(config)
-    fresh, trust, chat = pretraining(config), config.trust_remote_code, chat_of(config)
-    if fresh is None:
-        tokenizer = load_tokenizer(config.model, trust_remote_code=trust, chat=chat)
-    else:
-        tokenizer = load_bare_tokenizer(fresh.tokenizer, trust_remote_code=trust, chat=chat)
-    return open_data(config, {name: found[name] for name in names or found}, tokenizer)
 
 
 def seconds_of(

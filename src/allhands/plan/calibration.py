@@ -11,12 +11,10 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from allhands.cli.plan_noise import busy, contradiction, watched
-from allhands.cluster.guard import die_with_parent
 from allhands.config.schema import COMPILE_FROM_BATCHES, TrainConfig
 from allhands.errors import AllhandsError, ConfigError, DataError
 from allhands.kernels.known import can_be_compiled
@@ -26,6 +24,7 @@ from allhands.observe.metrics import RunStarted, TrainReport
 from allhands.observe.metrics.events import decode_event
 from allhands.observe.monitor import read_samples
 from allhands.plan.job import SmallPasses
+from allhands.plan.noise import busy, contradiction, watched
 from allhands.run.stage_costs import small_enough
 
 _STEPS = 6  # the first step does not count, because it compiles and fills caches
@@ -107,68 +106,163 @@ class Calibration:
     doubt: str = ""
 
 
-def calibrate(
-    config: TrainConfig,
-    timeout_s: float,
-    say: Callable[[str], object] = lambda text: None,
-    *,
-    on_gpu: bool,
-    with_all_cores: bool = False,
-) -> Calibration:
-    """Train a few steps with the whole batch and with half of it, each in its own process.
+@dataclass(frozen=True)
+class Calibrator:
+    """Short trainings on this computer, each in a process of its own.
 
-    On a CPU the measurement is repeated if other programs computed at the same time, or if times
-    contradict each other.
-
-    Args:
-        with_all_cores: also train the whole batch in a process with all cores.
-
-    Raises:
-        AllhandsError: the error of the training.
+    Attributes:
+        timeout_s: most seconds of each training.
+        on_gpu: True if a GPU trains.
+        in_child: called in each process before its program starts; ``None``: nothing is called.
     """
-    found = _measured(config, timeout_s, on_gpu=on_gpu, with_all_cores=with_all_cores)
-    if not found.doubt:
-        return found
-    say(f"{found.doubt}: measuring again ...")
-    return _measured(config, timeout_s, on_gpu=on_gpu, with_all_cores=with_all_cores)
 
+    timeout_s: float
+    on_gpu: bool
+    in_child: Callable[[], None] | None = None
 
-def _measured(
-    config: TrainConfig, timeout_s: float, *, on_gpu: bool, with_all_cores: bool
-) -> Calibration:
-    began = time.perf_counter()
-    # Half of the batch comes first: the first process tokenises new data, which takes memory and
-    # time that must not count for the whole batch.
-    sizes = sorted({max(1, config.batch_size // 2), config.batch_size})
-    runs = [_run(config, size, timeout_s, on_gpu=on_gpu) for size in sizes][::-1]
-    points = tuple(_point_of_gpu(run) if on_gpu else _point(run) for run in runs)
-    first, whole_s, others = runs[0], None, max(run.others for run in runs)
-    if with_all_cores:
-        # The runs above had only the cores that each of several ranks has.
-        whole = _run(
-            config.model_copy(update={"cores_per_rank": None}), config.batch_size, timeout_s
+    def calibrate(
+        self,
+        config: TrainConfig,
+        say: Callable[[str], object] = lambda text: None,
+        *,
+        with_all_cores: bool = False,
+    ) -> Calibration:
+        """Train a few steps with the whole batch and with half of it.
+
+        On a CPU the measurement is repeated if other programs computed at the same time, or if
+        times contradict each other.
+
+        Args:
+            with_all_cores: also train the whole batch in a process with all cores.
+
+        Raises:
+            AllhandsError: the error of the training.
+        """
+        found = self._measured(config, with_all_cores=with_all_cores)
+        if not found.doubt:
+            return found
+        say(f"{found.doubt}: measuring again ...")
+        return self._measured(config, with_all_cores=with_all_cores)
+
+    def _measured(self, config: TrainConfig, *, with_all_cores: bool) -> Calibration:
+        began = time.perf_counter()
+        # Half of the batch comes first: the first process tokenises new data, which takes memory
+        # and time that must not count for the whole batch.
+        sizes = sorted({max(1, config.batch_size // 2), config.batch_size})
+        runs = [self._run(config, size) for size in sizes][::-1]
+        points = tuple(map(self._point, runs))
+        first, whole_s, others = runs[0], None, max(run.others for run in runs)
+        started = first.started
+        if with_all_cores:
+            # The runs above had only the cores that each of several ranks has.
+            free = config.model_copy(update={"cores_per_rank": None})
+            whole = self._run(free, config.batch_size)
+            # More cores cannot make a step longer.
+            whole_s, others = self._point(whole)[1], max(others, whole.others)
+        return Calibration(
+            points=points,
+            exchanged=started.trainable_params,
+            total=started.total_params,
+            examples=started.num_train_examples,
+            start_s=first.start_s,
+            peak_bytes=max(
+                (report.needed_bytes or report.peak_memory_bytes)[0] for report in first.reports
+            ),
+            expected_bytes=first.expected_bytes,
+            seconds=time.perf_counter() - began,
+            cores_per_rank=started.cores_per_rank,
+            largest=started.largest,
+            longest=started.longest,
+            lengths=started.lengths,
+            first_s=_more_than(first.reports, *points[0]) if self.on_gpu else 0.0,
+            whole_s=None if whole_s is None else min(whole_s, points[0][1]),
+            doubt="" if self.on_gpu else busy(others) or contradiction(points, whole_s),
         )
-        whole_s, others = _point(whole)[1], max(others, whole.others)
-    return Calibration(
-        points=points,
-        exchanged=first.started.trainable_params,
-        total=first.started.total_params,
-        examples=first.started.num_train_examples,
-        start_s=first.start_s,
-        peak_bytes=max(
-            (report.needed_bytes or report.peak_memory_bytes)[0] for report in first.reports
-        ),
-        expected_bytes=first.expected_bytes,
-        seconds=time.perf_counter() - began,
-        cores_per_rank=first.started.cores_per_rank,
-        largest=first.started.largest,
-        longest=first.started.longest,
-        lengths=first.started.lengths,
-        first_s=_more_than(first.reports, *points[0]) if on_gpu else 0.0,
-        # More cores cannot make a step longer.
-        whole_s=None if whole_s is None else min(whole_s, points[0][1]),
-        doubt="" if on_gpu else busy(others) or contradiction(points, whole_s),
-    )
+
+    def time_to_start(self, config: TrainConfig) -> float:
+        """Return the seconds from the command to the first step with all ``config.num_ranks``
+        processes of this computer.
+
+        Raises:
+            AllhandsError: the error of the training.
+        """
+        changed = {
+            "num_ranks": config.num_ranks,
+            "backend": config.backend,
+            "iters": 2,
+            "save_every": 2,
+        }
+        # Two steps are not compiled, also on a GPU.
+        return replace(self, on_gpu=False)._run(config, config.batch_size, changed).start_s
+
+    def small_passes(
+        self, config: TrainConfig, measured: Calibration, stages: int
+    ) -> SmallPasses | None:
+        """Train a few steps with the micro-batches of a pipeline of ``stages`` stages.
+
+        Nothing is trained if the usual micro-batches are as small, or if a person has set their
+        size.
+
+        Returns:
+            The measured step; ``None`` if the calibration did not report its sizes.
+
+        Raises:
+            AllhandsError: the error of the training.
+        """
+        if measured.longest is None or measured.largest is None:
+            return None
+        (tokens, usual), longest, seconds = (
+            measured.largest,
+            measured.longest,
+            measured.points[0][1],
+        )
+        if config.micro_batch_tokens is not None:
+            return SmallPasses(tokens, config.micro_batch_tokens, 0, usual, usual, seconds)
+        limit = small_enough(longest, config.batch_size, stages)
+        if limit >= tokens:
+            return SmallPasses(tokens, limit, longest, usual, usual, seconds)
+        run = self._run(config, config.batch_size, {"micro_batch_tokens": limit})
+        tokens, batches = run.started.largest or (limit, config.batch_size)
+        return SmallPasses(tokens, limit, longest, batches, usual, self._point(run)[1])
+
+    def _point(self, run: _ShortRun) -> tuple[float, float]:
+        return _point_of_gpu(run) if self.on_gpu else _point(run)
+
+    def _run(
+        self, config: TrainConfig, batch_size: int, changed: Mapping[str, Any] | None = None
+    ) -> _ShortRun:
+        _remove_abandoned()
+        with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
+            run, options = Path(folder) / "run", Path(folder) / "plan.yaml"
+            values = {**settings(config, batch_size, run, on_gpu=self.on_gpu), **(changed or {})}
+            options.write_text(json.dumps(values), encoding="utf-8")
+            began = time.time()
+            try:
+                with watched() as watch:
+                    done = subprocess.run(
+                        [sys.executable, "-m", "allhands", config.VERB, "-c", str(options)],
+                        capture_output=True,
+                        text=True,
+                        timeout=self.timeout_s,
+                        check=False,
+                        preexec_fn=self.in_child,
+                    )
+            except subprocess.TimeoutExpired:
+                steps = steps_of(config, on_gpu=self.on_gpu)
+                raise ConfigError(
+                    f"{steps} steps took longer than {self.timeout_s:g} s",
+                    code="training-timeout",
+                    where="--timeout-s",
+                    hint="give more --timeout-s or a smaller --batch-size; --device 'M2 Pro' estimates without a training",
+                ) from None
+            if done.returncode:
+                raise _failure(done.stderr, done.returncode)
+            expected = _expected(run)
+            lines = (run / "metrics.jsonl").read_text().splitlines()
+        events = [decode_event(line) for line in lines]
+        started = next(event for event in events if isinstance(event, RunStarted))
+        reports = tuple(event for event in events if isinstance(event, TrainReport))
+        return _ShortRun(started, reports, max(0.0, started.time - began), expected, watch.others)
 
 
 def steps_of(config: TrainConfig, *, on_gpu: bool) -> int:
@@ -176,51 +270,6 @@ def steps_of(config: TrainConfig, *, on_gpu: bool) -> int:
     if not on_gpu:
         return _STEPS
     return _STEPS_OF_GPU if config.packing else _STEPS_OF_LENGTHS
-
-
-def time_to_start(config: TrainConfig, timeout_s: float) -> float:
-    """Return the seconds from the command to the first step with all ``config.num_ranks`` processes
-    of this computer.
-
-    Raises:
-        AllhandsError: the error of the training.
-    """
-    changed = {
-        "num_ranks": config.num_ranks,
-        "backend": config.backend,
-        "iters": 2,
-        "save_every": 2,
-    }
-    return _run(config, config.batch_size, timeout_s, changed).start_s
-
-
-def small_passes(
-    config: TrainConfig, measured: Calibration, stages: int, timeout_s: float, *, on_gpu: bool
-) -> SmallPasses | None:
-    """Train a few steps with the micro-batches of a pipeline of ``stages`` stages.
-
-    Nothing is trained if the usual micro-batches are as small, or if a person has set their size.
-
-    Returns:
-        The measured step; ``None`` if the calibration did not report its sizes.
-
-    Raises:
-        AllhandsError: the error of the training.
-    """
-    if measured.longest is None or measured.largest is None:
-        return None
-    tokens, usual = measured.largest
-    if config.micro_batch_tokens is not None:
-        return SmallPasses(
-            tokens, config.micro_batch_tokens, 0, usual, usual, measured.points[0][1]
-        )
-    limit = small_enough(measured.longest, config.batch_size, stages)
-    if limit >= tokens:
-        return SmallPasses(tokens, limit, measured.longest, usual, usual, measured.points[0][1])
-    run = _run(config, config.batch_size, timeout_s, {"micro_batch_tokens": limit}, on_gpu=on_gpu)
-    tokens, batches = run.started.largest or (limit, config.batch_size)
-    _, seconds = _point_of_gpu(run) if on_gpu else _point(run)
-    return SmallPasses(tokens, limit, measured.longest, batches, usual, seconds)
 
 
 @dataclass(frozen=True)
@@ -295,49 +344,6 @@ def _more_than(reports: Sequence[TrainReport], tokens: float, seconds: float) ->
     return max(0.0, took - computed * seconds / tokens)
 
 
-def _run(
-    config: TrainConfig,
-    batch_size: int,
-    timeout_s: float,
-    changed: Mapping[str, Any] | None = None,
-    *,
-    on_gpu: bool = False,
-) -> _ShortRun:
-    _remove_abandoned()
-    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
-        place = Path(folder)
-        values = {**settings(config, batch_size, place / "run", on_gpu=on_gpu), **(changed or {})}
-        (place / "plan.yaml").write_text(json.dumps(values), encoding="utf-8")
-        began = time.time()
-        try:
-            with watched() as watch:
-                done = subprocess.run(
-                    [sys.executable, "-m", "allhands", config.VERB, "-c", str(place / "plan.yaml")],
-                    capture_output=True,
-                    text=True,
-                    timeout=timeout_s,
-                    check=False,
-                    preexec_fn=die_with_parent,
-                )
-        except subprocess.TimeoutExpired:
-            raise ConfigError(
-                f"{steps_of(config, on_gpu=on_gpu)} steps took longer than {timeout_s:g} s",
-                code="training-timeout",
-                where="--timeout-s",
-                hint="give more --timeout-s or a smaller --batch-size; --device 'M2 Pro' estimates without a training",
-            ) from None
-        if done.returncode:
-            raise _failure(done.stderr, done.returncode)
-        expected = _expected(place / "run")
-        events = [
-            decode_event(line)
-            for line in (place / "run" / "metrics.jsonl").read_text().splitlines()
-        ]
-    started = next(event for event in events if isinstance(event, RunStarted))
-    reports = tuple(event for event in events if isinstance(event, TrainReport))
-    return _ShortRun(started, reports, max(0.0, started.time - began), expected, watch.others)
-
-
 def _remove_abandoned() -> None:
     """Remove the files of plans that were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
@@ -384,10 +390,9 @@ def settings(
 
 
 def _can_be_compiled(model: str) -> bool:
-    try:
+    with suppress(AllhandsError):  # a new model is named by other options
         return can_be_compiled(read_config(resolve(model)).get("model_type"))
-    except AllhandsError:  # a new model is named by other options
-        return True
+    return True
 
 
 def _failure(told: str, code: int) -> AllhandsError:
@@ -398,14 +403,16 @@ def _failure(told: str, code: int) -> AllhandsError:
     lines = [line.strip() for line in told.splitlines() if line.strip()]
     found = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
     hint = next((line.removeprefix(_HINT) for line in lines if line.startswith(_HINT)), None)
-    kinds = {kind.exit_code: kind for kind in _kinds(AllhandsError)}
-    message = found[-1] if found else (lines[-1] if lines else f"it ended with {code}")
-    made = kinds.get(code, AllhandsError)
+    message = [f"it ended with {code}", *lines[-1:], *found][-1]
+    made = _kinds(AllhandsError).get(code, AllhandsError)
     return made(message, code="training-failed", where="a training of a few steps", hint=hint)
 
 
-def _kinds(of: type[AllhandsError]) -> list[type[AllhandsError]]:
-    return [of, *(kind for each in of.__subclasses__() for kind in _kinds(each))]
+def _kinds(of: type[AllhandsError]) -> dict[int, type[AllhandsError]]:
+    kinds = {of.exit_code: of}
+    for each in of.__subclasses__():
+        kinds |= _kinds(each)
+    return kinds
 
 
 _ERROR, _HINT = "allhands: error: ", "what to do: "
