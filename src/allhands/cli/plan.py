@@ -10,11 +10,11 @@ from typing import Any
 
 import typer
 
-from allhands.cluster.ranks import require_cores
 from allhands.cli.options import option_function
 from allhands.cli.parser import App
 from allhands.cli.plan_shown import show
 from allhands.cli.verbs_runs import Plan
+from allhands.cluster.ranks import require_cores
 from allhands.config.aliases import canonical_flag
 from allhands.config.pretrain_schema import PretrainConfig
 from allhands.config.schema import TrainConfig, build_config
