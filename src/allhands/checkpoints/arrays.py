@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 import numpy as np
@@ -145,7 +145,7 @@ def _later(array: mx.array) -> Callable[[], memoryview]:
 
 def _view(array: mx.array) -> memoryview | Callable[[], memoryview]:
     """Return a view of MLX's bytes; for an array in another order a copy, made when it is written."""
-    plain = np.asarray(array)
+    plain = cast("NDArray[Any]", np.asarray(array))
     return plain.reshape(-1).data if plain.flags.c_contiguous else lambda: plain.reshape(-1).data
 
 

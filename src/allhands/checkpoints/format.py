@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -44,7 +44,8 @@ class OwnedSlice:
 
     def get(self) -> Any:
         """Return the numbers."""
-        return self.array() if isinstance(self.array, Callable) else self.array
+        found: Any = self.array() if callable(self.array) else self.array
+        return found
 
     @property
     def num_bytes(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from allhands.checkpoints.layout import RUN_NAME, best_in, checkpoints_in, entries
 from allhands.config.pretrain_schema import pretraining
@@ -108,7 +108,7 @@ def _json(path: Path) -> dict[str, Any]:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         return {}
-    return content if isinstance(content, dict) else {}
+    return cast("dict[str, Any]", content) if isinstance(content, dict) else {}
 
 
 def _is_ours(metrics: Path) -> bool:

@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from allhands.checkpoints import Checkpoint
 from allhands.checkpoints.format import WEIGHTS_FILE
@@ -227,7 +227,8 @@ def _settings_of(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Any]:
             hint="give a checkpoint of allhands train",
         )
     defaults = type(config).model_construct().model_dump(mode="json")
-    known = {key: value for key, value in saved.items() if key in defaults}
+    given = cast("dict[str, Any]", saved)
+    known = {key: value for key, value in given.items() if key in defaults}
     return {**defaults, **known}
 
 

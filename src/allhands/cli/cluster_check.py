@@ -155,9 +155,8 @@ def _seconds(taken: float) -> str:
 def _with_detail(check: Check, cluster: Cluster) -> str:
     """Return the title of a passed check, with its main figure."""
     if check.name == "versions":
-        versions = next(
-            (facts.python.versions for _, facts in cluster.answered() if facts.python.versions), {}
-        )
+        told = (facts.python.versions for _, facts in cluster.answered())
+        versions = next(filter(None, told), dict[str, str]())
         words = [
             f"{name} {versions[name]}" for name in ("allhands", "mlx", "mlx-lm") if name in versions
         ]

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -107,8 +107,8 @@ class Command(TyperCommand):
             ConfigError: the text is not UTF-8, or it is no valid path.
         """
         if isinstance(value, list | tuple):
-            pairs: Any = zip(typed, value, strict=True)
-            return [self._at_home(option, *pair) for pair in pairs]
+            values = cast("Sequence[Any]", value)
+            return [self._at_home(option, *pair) for pair in zip(typed, values, strict=True)]
         if isinstance(value, Path):
             return Path(local_path(typed, _flag_of(option)))
         if type(value) is str:

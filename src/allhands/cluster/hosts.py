@@ -378,7 +378,7 @@ def _from_entry(
 
 
 def _list(values: Mapping[str, Any], key: str, where: str) -> list[Any]:
-    found = values.get(key) or []
+    found: object = values.get(key) or []
     if not isinstance(found, list):
         _refuse(where, f'"{key}" is not a list', f'write "{key}": [...]')
     return cast(list[Any], found)
@@ -433,12 +433,13 @@ def _variables(value: object, where: str) -> dict[str, str]:
 
 
 def _rdma(value: object, where: str) -> Rdma:
+    shown = _shown(value)
     devices = cast(list[object], value) if isinstance(value, list) else [value]
     names = [device for device in devices if isinstance(device, str) and _NAME.fullmatch(device)]
     if value is not None and len(names) < len(devices):
         _refuse(
             where,
-            f"rdma: {_shown(value)} is not the name of a device",
+            f"rdma: {shown} is not the name of a device",
             "write null, a name or a list of names",
         )
     return tuple(names) if isinstance(value, list) else cast("str | None", value)

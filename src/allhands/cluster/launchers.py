@@ -109,7 +109,7 @@ def _mlx_peers(mark: str, path: str, rank: int) -> tuple[int, tuple[int, int], t
             "mlx.launch", f"MLX_RANK={rank} but the hostfile lists {counted(len(peers), 'rank')}"
         )
     hosts = tuple(
-        str(cast(list[object], peer)[0] if isinstance(peer, list) and peer else peer)
+        str(cast(list[object], peer)[0] if isinstance(peer, list) and peer else cast(object, peer))
         for peer in peers
     )
     names = [host.rpartition(":")[0] for host in hosts]

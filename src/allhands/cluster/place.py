@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from allhands.errors import DistributedError
 from allhands.io.formatting import counted
@@ -290,7 +290,7 @@ def parse_object(text: str, source: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         content, problem = None, f"not JSON: {error}"
     if isinstance(content, dict):
-        return content
+        return cast("dict[str, Any]", content)
     raise DistributedError(
         f"{source} is {problem}", code="variable-invalid", hint=f"correct or remove {source}"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from allhands.config.values import RefusedOption
 from allhands.errors import ConfigError
@@ -95,7 +95,8 @@ def _refuse_idle(c: Any) -> None:
 
 def _is_given(config: Any, name: str) -> bool:
     """True if an option differs from its default."""
-    return getattr(config, name) != type(config).model_fields[name].default
+    fields = cast("dict[str, Any]", type(config).model_fields)
+    return getattr(config, name) != fields[name].default
 
 
 def _refuse_given(config: Any, names: tuple[str, ...], needs: str) -> None:

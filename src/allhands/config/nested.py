@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -53,13 +53,14 @@ class LoraParameters(Strict):
     @model_validator(mode="before")
     @classmethod
     def _explain_alpha(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping) or "alpha" not in value:
+        if not isinstance(value, Mapping):
             return value
-        if value.get("scale") is None:
+        given = dict(cast("Mapping[str, Any]", value))
+        # alpha is ignored, as in mlx_lm; build_config notes this
+        if "alpha" in given and given.get("scale") is None:
             raise ValueError("alpha is not used here: give scale = alpha / rank")
-        return {
-            key: inner for key, inner in value.items() if key != "alpha"
-        }  # alpha is ignored, as in mlx_lm; build_config notes this
+        given.pop("alpha", None)
+        return given
 
 
 class LrSchedule(Strict):
@@ -113,9 +114,12 @@ class HfDataset(Strict):
     @classmethod
     def _earlier_name(cls, value: Any) -> Any:
         # Files for mlx_lm before 0.20 have the dataset's name under this key.
-        if isinstance(value, Mapping) and "name" in value and "path" not in value:
-            return {("path" if key == "name" else key): inner for key, inner in value.items()}
-        return value
+        if not isinstance(value, Mapping):
+            return value
+        given = cast("Mapping[str, Any]", value)
+        if "name" not in given or "path" in given:
+            return given
+        return {("path" if key == "name" else key): inner for key, inner in given.items()}
 
     @field_validator("config")
     @classmethod

@@ -4,7 +4,7 @@ defaults of their own.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
@@ -146,14 +146,14 @@ class PretrainConfig(TrainConfig):
     @model_validator(mode="before")
     @classmethod
     def _rows_of_the_block(cls, values: Any) -> Any:
-        if (
-            isinstance(values, dict)
-            and values.get("max_seq_length") is None
-            and (block := values.get("block_size"))
-        ):
-            # A block size of 1 is refused by the name of its own option.
-            return values if block in (1, "1") else {**values, "max_seq_length": block}
-        return values
+        if not isinstance(values, dict):
+            return values
+        given = cast("dict[str, Any]", values)
+        block = given.get("block_size")
+        # A block size of 1 is refused by the name of its own option.
+        if given.get("max_seq_length") is None and block and block not in (1, "1"):
+            return {**given, "max_seq_length": block}
+        return given
 
     @model_validator(mode="after")
     def _from_scratch(self) -> PretrainConfig:

@@ -28,7 +28,8 @@ class RefusedOption(ValueError):
 def _local_path(value: Any, handler: Any) -> Any:
     if isinstance(value, HomePath):
         return value
-    return expanded(handler(os.fspath(value) if isinstance(value, os.PathLike) else value))
+    path = cast("os.PathLike[str]", value)
+    return expanded(handler(os.fspath(path) if isinstance(value, os.PathLike) else value))
 
 
 # A path, or a name that may be a path, such as a model or a data set. In JSON, which the computers
@@ -115,7 +116,7 @@ def parse_weights(value: Any) -> Any:
             raise ValueError("each rank needs a weight above 0, for example [2, 1]")
     elif value not in (None, "auto", "equal"):
         raise ValueError("is auto, equal, or a number for each rank, for example [2, 1]")
-    return value
+    return cast("Any", value)
 
 
 def expanded_in(value: Any) -> Any:

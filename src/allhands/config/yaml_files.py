@@ -37,7 +37,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         ) from None
     try:
         content = yaml.load(text, _yaml_loader())
-        _refuse_twice(yaml.compose(text, _yaml_loader()), path)
+        _refuse_twice(cast("Any", yaml.compose(text, _yaml_loader())), path)
     except (ValueError, RecursionError) as error:  # a date such as 2026-13-45
         raise ConfigError(
             f"a value cannot be read: {error}",
@@ -105,6 +105,7 @@ def keys_of(path: str | Path) -> list[tuple[str, int]]:
     """
     import yaml
 
-    root = yaml.compose(Path(path).read_text(encoding="utf-8"), _yaml_loader())
+    text = Path(path).read_text(encoding="utf-8")
+    root = cast("Any", yaml.compose(text, _yaml_loader()))
     names = [name for name, _ in root.value] if isinstance(root, yaml.MappingNode) else []
     return [(name.value, name.start_mark.line + 1) for name in names]

@@ -65,11 +65,12 @@ def check_plain(value: Any, where: str) -> None:
             hint="use None, or an array: mx.array(value)",
         )
     if type(value) is dict:
-        _check_keys(value, where)
-        for key, inner in value.items():
+        members = cast("dict[Any, Any]", value)
+        _check_keys(members, where)
+        for key, inner in members.items():
             check_plain(inner, f"{where}.{key}")
     elif type(value) is list:
-        for number, inner in enumerate(value):
+        for number, inner in enumerate(cast("list[Any]", value)):
             check_plain(inner, f"{where}.{number}")
     else:
         raise ConfigError(

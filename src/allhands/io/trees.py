@@ -6,23 +6,24 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx import utils
 
 
 def flatten(tree: Any) -> list[tuple[str, mx.array]]:
     """Return the arrays of a tree with their dotted names, in a fixed order."""
-    return cast("list[tuple[str, mx.array]]", tree_flatten(tree))
+    return cast("list[tuple[str, mx.array]]", utils.tree_flatten(tree))
 
 
 def unflatten(pairs: Iterable[tuple[str, Any]]) -> Any:
     """Return the tree that :func:`flatten` took apart; works for modules too."""
-    return tree_unflatten(list(pairs))
+    return utils.tree_unflatten(list(pairs))
 
 
 def part_of(tree: Any, name: str) -> Any:
     """Return the value in a tree under a dotted name, as :func:`flatten` makes them."""
     for part in name.split("."):
-        tree = tree[int(part)] if isinstance(tree, list) else tree[part]
+        key: Any = int(part) if isinstance(tree, list) else part
+        tree = cast("Any", tree)[key]
     return tree
 
 

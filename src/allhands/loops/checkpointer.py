@@ -164,7 +164,8 @@ class Checkpointer:
         saved = last_checkpoint(directory=self._directory)
         if saved is None:
             return 0
-        arrays = saved.arrays if isinstance(saved.arrays, dict) else {}
+        found: Any = saved.arrays
+        arrays = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
         kept: dict[str, Any] = saved.values
         present, given = {*arrays, *kept.get("others", {})}, {"random", *self._others}
         given |= {name for name in ("model", "optimizer") if getattr(self, f"_{name}") is not None}
@@ -196,7 +197,8 @@ class Checkpointer:
         mx.random.seed(high << 32 | low)
 
     def _parameters(self, model: nn.Module) -> Any:
-        return model.parameters() if self._frozen else model.trainable_parameters()
+        module = cast("Any", model)
+        return module.parameters() if self._frozen else module.trainable_parameters()
 
 
 def _parts(optimizer: optim.Optimizer) -> list[optim.Optimizer]:

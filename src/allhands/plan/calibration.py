@@ -371,7 +371,7 @@ def settings(
         for name, value in config.model_dump(mode="json").items()
         if name not in _DROPPED
     }
-    changed = {
+    changed: dict[str, Any] = {
         "train": True,
         "batch_size": batch_size,
         "grad_accumulation_steps": 1,

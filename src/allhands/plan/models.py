@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import Tokenizer
 
@@ -82,10 +82,10 @@ def model_facts(config: TrainConfig, kind: str) -> PlannedModel:
 
 def _quantisation(values: Mapping[str, Any]) -> tuple[int, int]:
     """Return the bits of quantised weights and the size of their groups; 0 and 1 for dense ones."""
-    found = values.get("quantization") or values.get("quantization_config")
-    if not isinstance(found, dict) or not (bits := int(found.get("bits", 0))):
-        return 0, 1
-    return bits, int(found.get("group_size", 64))
+    told = values.get("quantization") or values.get("quantization_config")
+    found = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+    bits = int(found.get("bits", 0))
+    return (bits, int(found.get("group_size", 64))) if bits else (0, 1)
 
 
 def _forms(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from allhands.io import formatting as form
 from allhands.observe.charts import NONE, Chart, Grid, loss_charts, process_memory
@@ -460,10 +460,11 @@ def _in_effect(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with the warm-up in one place: it may be given on its own or within the
     schedule.
     """
-    schedule = config.get("lr_schedule")
-    if not isinstance(schedule, Mapping):
+    given = config.get("lr_schedule")
+    if not isinstance(given, Mapping):
         return dict(config)
-    told = {str(name): value for name, value in schedule.items() if name != "warmup"}
+    schedule = cast("Mapping[str, Any]", given)
+    told = {name: value for name, value in schedule.items() if name != "warmup"}
     if not told.get("warmup_init"):
         told.pop("warmup_init", None)
     return {
@@ -479,6 +480,8 @@ def _option(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, Mapping):
-        known = {str(key): inner for key, inner in value.items() if inner is not None}
-        return ", ".join(f"{key}: {_option(inner) or inner}" for key, inner in known.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        parts = cast("Mapping[str, Any]", value).items()
+        return ", ".join(
+            f"{key}: {_option(inner) or inner}" for key, inner in parts if inner is not None
+        )
+    return ", ".join(map(str, cast("list[Any]", value))) if isinstance(value, list) else str(value)

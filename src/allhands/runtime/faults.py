@@ -39,7 +39,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
@@ -97,11 +97,10 @@ class PlannedFault(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _where_its_kind_happens(cls, values: Any) -> Any:
-        return (
-            {"at": _ONLY_AT.get(str(values.get("kind")), "step"), **values}
-            if isinstance(values, dict)
-            else values
-        )
+        if not isinstance(values, dict):
+            return values
+        given = cast("dict[str, Any]", values)
+        return {"at": _ONLY_AT.get(str(given.get("kind")), "step"), **given}
 
     @model_validator(mode="after")
     def _goes_together(self) -> PlannedFault:

@@ -16,7 +16,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
@@ -62,9 +62,9 @@ def _is_this(found: Distribution) -> bool:
 
     package = os.path.realpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
     try:
-        origin = json.loads(found.read_text("direct_url.json") or "{}")
+        origin = cast("dict[str, Any]", json.loads(found.read_text("direct_url.json") or "{}"))
     except ValueError:
-        origin = {}
+        origin = dict[str, Any]()
     places = [str(found.locate_file("allhands"))]
     if origin.get("dir_info", {}).get("editable"):
         checkout = unquote(urlsplit(origin.get("url", "")).path)

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from allhands.config.problems import canonical_key
 from allhands.config.schema import TrainConfig, build_config
@@ -44,7 +44,7 @@ def hyperparameters(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
             hint="write JSON in UTF-8, with each name once",
         ) from None
     result: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in cast("dict[str, Any]", given).items():
         key = canonical_key(name.strip().lstrip("-"))
         if key in result:
             raise ConfigError(
@@ -70,7 +70,7 @@ def _pairs(words: Any) -> dict[str, str]:
     name = ""  # an option whose value may follow
     if not isinstance(words, list):
         raise ValueError("no JSON list of words")
-    for word in words:
+    for word in cast("list[Any]", words):
         if not isinstance(word, str) or not (name or word.startswith("--")):
             raise ValueError(f"{word!r} in place of --name, value, ...")
         if word.startswith("--"):

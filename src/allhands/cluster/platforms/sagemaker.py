@@ -10,7 +10,7 @@ import json
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from allhands.cluster.place import (
     Given,
@@ -100,7 +100,7 @@ def _names(source: str, listed: Any) -> list[str]:
             where=source,
             hint="correct or remove it",
         )
-    return sorted(map(str, listed))
+    return sorted(map(str, cast("list[Any]", listed)))
 
 
 def platform(given: Given) -> Platform | None:

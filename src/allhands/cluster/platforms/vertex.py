@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from allhands.cluster.place import (
     USUAL_PORT,
@@ -62,8 +62,9 @@ def launch(given: Given) -> LaunchPlace | None:
         return None  # some tools set it like this for a single process
     if not isinstance(cluster, dict) or not isinstance(task, dict):
         raise _odd(variable, "it has no cluster and task")
-    addresses = _addresses(variable, cluster, training)
-    role, index = mine = str(task.get("type")), task.get("index", 0)
+    addresses = _addresses(variable, cast("dict[str, Any]", cluster), training)
+    asked = cast("dict[str, Any]", task)
+    role, index = mine = str(asked.get("type")), asked.get("index", 0)
     if role not in training:
         raise DistributedError(
             f"this is {role} {index}, not one of those that train: {others}",
@@ -95,10 +96,10 @@ def _addresses(
     """
     found: dict[tuple[str, Any], str] = {}
     for role in training:
-        listed = cluster.get(role) or []
+        listed: Any = cluster.get(role) or []
         if not list_of(is_text)(listed):
             raise _odd(variable, f"{role} is not a list of addresses")
-        found |= {(role, index): address for index, address in enumerate(listed)}
+        found |= {(role, index): one for index, one in enumerate(cast("list[str]", listed))}
     return found
 
 

@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
-from typing import Any
+from typing import Any, cast
 
 from allhands.cluster.probes.computer import user_name
 from allhands.cluster.probes.tools import program_environment
@@ -89,13 +89,11 @@ class HashCache:
             if not stat.S_ISREG(status.st_mode):
                 raise FileNotFoundError(errno.ENOENT, "not a regular file", path)
             known = self._known.get(path)
-            if (
-                isinstance(known, list)
-                and known[:-1] == file_identity(status)
-                and len(str(known[-1])) == 64
-            ):
-                told(status.st_size)
-                return status, str(known[-1])
+            if isinstance(known, list) and known:
+                *identity, digest = cast("list[Any]", known)
+                if identity == file_identity(status) and len(str(digest)) == 64:
+                    told(status.st_size)
+                    return status, str(digest)
             began, digest, piece = time.time_ns(), hashlib.sha256(), memoryview(bytearray(_PIECE))
             while count := stream.readinto(piece):
                 digest.update(piece[:count])
@@ -236,7 +234,8 @@ def look(request: Mapping[str, Any], beat: Beat) -> dict[str, Any]:
     """
     os.environ.update(request["envs"])
     roots = [root_directory(root) for root in request["roots"]]
-    files = [WantedFile(os.path.realpath(roots[root]), *rest) for root, *rest in request["files"]]
+    wanted = cast("list[list[Any]]", request["files"])
+    files = [WantedFile(os.path.realpath(roots[int(root)]), *rest) for root, *rest in wanted]
     cache = HashCache(os.path.join(cache_place(), "sync-hashes.json"))
     have: dict[str, str] = {}
     lacking: list[WantedFile] = []

@@ -148,9 +148,8 @@ def parse_thunderbolt(text: str) -> list[dict[str, Any]]:
         return []
     found: list[dict[str, Any]] = []
     for bus in buses:
-        peers = [
-            item["domain_uuid_key"] for item in bus.get("_items") or [] if "domain_uuid_key" in item
-        ]
+        items = cast("list[dict[str, str]]", bus.get("_items") or [])
+        peers = [item["domain_uuid_key"] for item in items if "domain_uuid_key" in item]
         for key, port in bus.items():
             if re.fullmatch(r"receptacle_\d+_tag", key) and isinstance(port, dict):
                 found.append(thunderbolt_port(bus, cast("dict[str, Any]", port), peers))

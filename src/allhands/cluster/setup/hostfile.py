@@ -51,7 +51,9 @@ def compose(
 
 def _words(envs: Any) -> list[str]:
     """Return variables as ``NAME=value``."""
-    return [f"{name}={value}" for name, value in envs.items()] if isinstance(envs, dict) else envs
+    if not isinstance(envs, dict):
+        return envs
+    return [f"{name}={value}" for name, value in cast("dict[str, Any]", envs).items()]
 
 
 def _merged(found: dict[str, dict[str, Any]], old: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

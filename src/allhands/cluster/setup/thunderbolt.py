@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from allhands.cluster.doctor.facts import HostFacts
 from allhands.cluster.hosts import hostfile_backend, read_hostfile
@@ -73,7 +73,9 @@ def read_wiring(path: Path) -> Wiring:
     """
     hosts = read_hostfile(path)
     content: Any = json.loads(path.read_text(encoding="utf-8"))
-    entries: Any = content["hosts"] if isinstance(content, dict) else content
+    entries = cast(
+        "list[dict[str, Any]]", content["hosts"] if isinstance(content, dict) else content
+    )
     if len(hosts) != len(entries):
         raise ConfigError("a host is in it twice", code="host-given-twice", where=str(path))
     envs = tuple(f"{name}={value}" for name, value in (hosts[0].envs.items()))

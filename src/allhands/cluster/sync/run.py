@@ -12,7 +12,7 @@ import shlex
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, cast
 
 from allhands.cluster import ssh
 from allhands.cluster.hosts import HERE, Host
@@ -230,14 +230,15 @@ class _SyncRun:
             dry=self._options.dry_run,
             token=self._token,
         )
-        if len(told["roots"]) != len(self._roots) or max(told["lacking"], default=-1) >= len(files):
+        lacking = cast("list[int]", told["lacking"])
+        if len(told["roots"]) != len(self._roots) or max(lacking, default=-1) >= len(files):
             raise DistributedError(
                 f"host {member.host.name} sent an unknown answer",
                 code="message-not-understood",
                 hint="report this",
             )
         member.told, member.arrived, member.before = told, told["partial"], told["partial"]
-        member.lacking = frozenset(files[index] for index in told["lacking"])
+        member.lacking = frozenset(files[index] for index in lacking)
 
     def _described(self, file: int) -> list[Any]:
         """Return a file for a host: root, path below it, size, hash, mode and time."""

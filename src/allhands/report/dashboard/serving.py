@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from h11 import LocalProtocolError
@@ -21,14 +21,14 @@ _MOST_CONNECTIONS = 128
 class _Connection(H11Protocol):
     """A connection that ends if its caller takes too long, or if it is the oldest of too many."""
 
-    _since = 0.0
+    _since: float = 0.0
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         if len(self.connections) >= _MOST_CONNECTIONS:
             oldest = min(
                 (one for one in self.connections if isinstance(one, _Connection)),
-                key=lambda one: one._since,
+                key=lambda one: cast("float", one._since),
             )
             oldest.transport.abort()
             self.connections.discard(oldest)
