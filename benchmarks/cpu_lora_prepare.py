@@ -33,7 +33,7 @@ from allhands.data.loader import Loader
 from allhands.data.order import GlobalOrder
 from allhands.data.records import ColumnNames, Record
 from allhands.data.render import Renderer
-from allhands.data.splits import load_split
+from allhands.data.splits import split_of_folder
 from allhands.data.tokens import TokenSet
 from allhands.model.adapters import make_trainable, trained_weights
 from allhands.model.load import load_model
@@ -98,7 +98,9 @@ def read_records(data: str) -> list[Record]:
     """The training split of ``demo`` or of a directory."""
     if data == "demo":
         return demo_records("train")
-    return load_split(Path(data), "train", ColumnNames(), required=True)
+    split = split_of_folder(Path(data), "train", ColumnNames(), required=True)
+    assert split is not None
+    return list(split.records())
 
 
 def choose(records: list[Record], renderer: Renderer, count: int, max_tokens: int) -> list[Record]:

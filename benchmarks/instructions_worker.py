@@ -40,7 +40,7 @@ def read_chats(scratch: Path) -> Work:
 
     from allhands.data.demo import demo_records
     from allhands.data.records import ColumnNames
-    from allhands.data.splits import load_split
+    from allhands.data.splits import split_of_folder
 
     shipped = demo_records("train")
     rows = [
@@ -50,7 +50,13 @@ def read_chats(scratch: Path) -> Work:
     (scratch / "train.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
     )
-    return lambda: load_split(scratch, "train", ColumnNames(), required=True)
+
+    def load() -> list[Any]:
+        split = split_of_folder(scratch, "train", ColumnNames(), required=True)
+        assert split is not None
+        return list(split.records())
+
+    return load
 
 
 def loaded_batches(_scratch: Path) -> Work:

@@ -235,7 +235,7 @@ def test_a_stage_of_another_model_is_found() -> None:
     for whole in (tree(files=SHARDED), stages(0, 2)):
         finding = only(holding(whole, ill, stages(1, 2)))
         assert finding.hosts == ("node2",)
-        assert finding.message.endswith(f"not the one of node1, node3: {other.name} different")
+        assert other.name in finding.message
         assert (
             finding.remedy
             == "allhands cluster sync --hostfile hosts.json --model models/m --stages"

@@ -104,7 +104,8 @@ def test_what_is_said_about_the_choice() -> None:
     )
     assert chosen.warning is None
     assert "a, b: over Wi-Fi" in (choose(pair(WIFI)).warning or "")
-    assert "made up" in (choose(pair(("en5", "thunderbolt", "169.254.7.{n}/16"))).warning or "")
+    assert choose(pair(("en5", "thunderbolt", "169.254.7.{n}/16"))).warning
+    assert choose(pair(("en5", "thunderbolt", "10.7.0.{n}/24"))).warning is None
 
 
 def test_no_network_has_all() -> None:
