@@ -67,7 +67,8 @@ def _is_this(found: Distribution) -> bool:
         origin = dict[str, Any]()
     places = [str(found.locate_file("allhands"))]
     if origin.get("dir_info", {}).get("editable"):
-        checkout = unquote(urlsplit(origin.get("url", "")).path)
+        url: str = origin.get("url", "")
+        checkout = unquote(urlsplit(url).path)
         places.append(os.path.join(checkout, "src", "allhands"))
     return package in map(os.path.realpath, places)
 
