@@ -15,12 +15,9 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-
-from allhands.io.staging import publishing
 
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = (
@@ -109,6 +106,10 @@ def made_once(target: Path, make: Callable[[Path], None]) -> Path:
 
     if is_whole():
         return target
+    import tempfile  # only here: `import allhands` is a fifth quicker without them
+
+    from allhands.io.staging import publishing
+
     target.parent.mkdir(parents=True, exist_ok=True)
     # All ranks of a computer start together: one makes the library, and the others take it.
     with publishing(target), tempfile.TemporaryDirectory(dir=target.parent) as scratch:
