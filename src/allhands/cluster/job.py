@@ -95,7 +95,7 @@ class TrainingJob(RankSettings):
 
     @property
     def tagged(self) -> bool:
-        """Whether the lines of all ranks are shown."""
+        """True if the lines of all ranks are shown."""
         if self.tag_output is not None:
             return self.tag_output
         leaves_here = any(host.ssh is not None for host in self.hosts)

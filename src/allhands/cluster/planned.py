@@ -1,4 +1,4 @@
-"""What a plan asks real computers: their memory, the link between them, and its back-end."""
+"""Facts of real computers for a plan: their memory, the link between them, and its back-end."""
 
 from __future__ import annotations
 

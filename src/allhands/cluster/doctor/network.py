@@ -196,7 +196,7 @@ def _rules(host: HostReport, peers: Sequence[str], way: str) -> list[str]:
     if list(walls) == ["nft"]:
         return ["sudo nft list ruleset"]
     chains = {"in": "INPUT -s", "out": "OUTPUT -d"}
-    ways = sorted({one for ways in walls.values() for one in ways}) or [way]
+    ways = sorted(set[str]().union(*walls.values())) or [way]
     return [f"sudo iptables -I {chains[one]} {','.join(peers)} -j ACCEPT" for one in ways]
 
 

@@ -79,12 +79,8 @@ def used(facts: HostFacts, ip: str) -> Interface | None:
 def choose(facts: Mapping[str, HostFacts]) -> NetworkChoices:
     """Choose the network that all computers share and whose slowest interface is the fastest."""
     found = {name: _choices(one) for name, one in facts.items()}
-    shared = {
-        network
-        for own in found.values()
-        for network in own
-        if all(network in one for one in found.values())
-    }
+    networks_of = list(map(set[Network], found.values())) or [set[Network]()]
+    shared = networks_of[0].intersection(*networks_of[1:])
     if not shared:
         listed = "; ".join(
             f"{name}: {', '.join(map(str, own)) or 'none'}" for name, own in found.items()
