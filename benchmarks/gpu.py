@@ -90,6 +90,7 @@ TINY |= {"num_key_value_heads": 2, "vocab_size": 512}
 WORKS: dict[str, dict[str, Any]] = {
     "qlora": {"shape": MISTRAL, "bits": 4, "rank": 8, "layers": 8, "batch": 4, "length": 512},
     "lora": {"shape": LLAMA, "bits": 0, "rank": 8, "layers": 16, "batch": 8, "length": 1024},
+    "uneven": {"shape": LLAMA, "bits": 0, "rank": 8, "layers": 16, "batch": 8, "length": 1000},
     "full": {"shape": LLAMA, "bits": 0, "rank": 0, "layers": 16, "batch": 8, "length": 1024},
     "large": {
         "shape": LLAMA,
@@ -112,6 +113,7 @@ WORKS: dict[str, dict[str, Any]] = {
 WORK_TITLES = {
     "qlora": "QLoRA: Mistral-7B shape, 4 bits, rank 8 on the last 8 layers, 4 x 512 tokens",
     "lora": "LoRA: 1.24B Llama shape, rank 8 on all layers, 8 x 1024",
+    "uneven": "LoRA: 1.24B Llama shape, rank 8 on all layers, 8 x 1000",
     "full": "full: 1.24B Llama shape, 8 x 1024",
     "large": "full: 1.24B Llama shape, 32 x 1024",
     "smol": "full: 135M SmolLM shape, 32 x 512",
@@ -124,7 +126,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    default = ("qlora", "lora", "full", "smol")
+    default = ("qlora", "lora", "uneven", "full", "smol")
     parser.add_argument(
         "--works",
         type=partial(peer_list, tuple(WORKS)),

@@ -47,11 +47,17 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def model_for(paths: dict[str, Path], method: str, dtype: mx.Dtype) -> Any:
+def model_for(
+    paths: dict[str, Path], method: str, dtype: mx.Dtype, norms: tuple[str, ...] = ()
+) -> Any:
+    """The model, ready to be trained; weights of ``norms`` are random."""
     model, *_ = load(str(paths["quantised" if method == "qlora" else "dense"]))
+    mx.random.seed(3)
+    for name, value in flatten(model.parameters()):
+        if name.endswith(tuple(f"{norm}.weight" for norm in norms)):
+            model.load_weights([(name, 1 + mx.random.normal(value.shape) * 0.2)], strict=False)
     model.set_dtype(dtype)
     model.freeze()
-    mx.random.seed(3)
     if method == "full":
         model.unfreeze()
     elif method == "last":
@@ -107,6 +113,46 @@ def test_a_model_in_fast_forms_computes_the_same(
     for name, gradient in gradients.items():
         assert mx.abs(gradient).max().item() > 0, name
         assert relative(found[name], gradient) < 2e-4, name
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["qwen3", "olmo2"])
+def test_attention_whose_queries_and_keys_have_norms(
+    tmp_path: Path, kind: str, method: str, documents: bool
+) -> None:
+    """Of each head by itself in qwen3, of all heads together in olmo2."""
+    path = write_model(tmp_path / "model", layers=2, hidden=64, kind=kind)
+    plain, fast = (
+        model_for({"dense": path}, method, mx.float32, norms=("q_norm", "k_norm")) for _ in range(2)
+    )
+    assert fuse(fast, LENGTH) == 4
+    expected, gradients = loss_and_gradients(plain, documents=documents)
+    actual, found = loss_and_gradients(fast, documents=documents)
+    assert abs(actual.item() - expected.item()) < 2e-5 * abs(expected.item())
+    assert ("model.layers.0.self_attn.q_norm.weight" in gradients) == (method == "full")
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert relative(found[name], gradient) < 2e-4, name
+
+
+@pytest.mark.parametrize("length", [96, 128])
+def test_rows_that_attention_pads(length: int) -> None:
+    """What lies beyond a row changes neither what attention returns nor its gradient."""
+    x, cotangent = mx.random.normal((2, 96, 8, 16)), mx.random.normal((2, 4, 96, 16))
+    angles = mx.random.uniform(0, 6, (96, 8))
+    turns = mx.stack([mx.cos(angles), mx.sin(angles)], axis=-1)
+
+    def attended(x: mx.array, length: int | None) -> mx.array:
+        q, k, v = ops.rope_split(x, turns, 4, 2, length=length)
+        assert q.shape[2] == (length or 96)
+        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.25, mask="causal")
+        return y[:, :, :96]
+
+    (expected,), (gradient,) = mx.vjp(lambda x: attended(x, None), [x], [cotangent])
+    (actual,), (found,) = mx.vjp(lambda x: attended(x, length), [x], [cotangent])
+    assert relative(actual, expected) < 1e-6
+    assert relative(found, gradient) < 1e-6
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
@@ -346,6 +392,40 @@ def test_kernel_rope(dtype: mx.Dtype, heads: int, kv_heads: int, features: int) 
     for one, other in zip(actual, expected, strict=True):
         assert relative(one, other) < CLOSE[dtype]
     assert relative(found, gradient) < CLOSE[dtype]
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
+@pytest.mark.parametrize("length", [37, 200, 300])
+@pytest.mark.parametrize(("heads", "kv_heads", "features"), [(4, 2, 64), (9, 3, 32), (2, 2, 128)])
+def test_padded_attention(
+    dtype: mx.Dtype, length: int, heads: int, kv_heads: int, features: int
+) -> None:
+    """Beside MLX's own operations in float32; the other form has its own, larger, rounding."""
+    x = normal(3, length, heads + 2 * kv_heads, features, dtype=dtype)
+    angles = mx.random.uniform(0, 6, (length, features // 2))
+    turns = mx.stack([mx.cos(angles), mx.sin(angles)], axis=-1)
+    cotangent = normal(3, heads, length, features, dtype=dtype)
+
+    def attended(x: mx.array, selection: KernelSelection) -> mx.array:
+        longer = ops.attended_length(x, "causal", selection)
+        assert (longer % 128 == 0) == (x.dtype == dtype and not selection.requested)
+        q, k, v = ops.rope_split(x, turns, heads, kv_heads, selection, longer)
+        scale = features**-0.5
+        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
+        return y[:, :, :length]
+
+    def both(x: mx.array, requested: dict[str, str]) -> tuple[mx.array, mx.array]:
+        selection = KernelSelection(requested)
+        of = [cotangent.astype(x.dtype)]
+        (value,), (gradient,) = mx.vjp(lambda x: attended(x, selection), [x], of)
+        return value, gradient
+
+    exact = both(x.astype(mx.float32), {"attention": "plain"})
+    plain, padded = both(x, {"attention": "plain"}), both(x, {})
+    for one, other, expected in zip(padded, plain, exact, strict=True):
+        assert relative(one, expected) < max(CLOSE[dtype], 1.2 * relative(other, expected))
 
 
 @needs_gpu

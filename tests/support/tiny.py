@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,12 @@ def write_model(
     bits: int | None = None,
     seed: int = 1,
     experts: int = 0,
+    kind: str = "",
 ) -> Path:
     """A random Llama with a vocabulary of 259, in mlx_lm's directory format; ``bits`` quantises it.
 
-    With ``experts`` it is a Mixtral with so many.
+    With ``experts`` it is a Mixtral with so many; ``kind``: another of mlx_lm's modules, such as
+    ``"qwen3"``.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {
@@ -87,6 +90,11 @@ def write_model(
         }
         config["num_experts_per_tok"] = 2
         model: Any = mixtral.Model(mixtral.ModelArgs.from_dict(config))
+    elif kind:
+        config |= {"model_type": kind, "head_dim": hidden // 4, "max_position_embeddings": 4096}
+        config["rope_scaling"] = None
+        module: Any = import_module(f"mlx_lm.models.{kind}")
+        model = module.Model(module.ModelArgs.from_dict(config))
     else:
         model = Model(ModelArgs.from_dict(config))
     if bits is not None:

@@ -418,8 +418,9 @@ def test_what_adam_is_told(
         assert side == pytest.approx(expected, rel=3e-5)
 
 
+@pytest.mark.parametrize("length", [5, 8])
 @pytest.mark.parametrize(("heads", "kv_heads", "features"), [(4, 2, 16), (3, 1, 8)])
-def test_rope(emulated: list[str], heads: int, kv_heads: int, features: int) -> None:
+def test_rope(emulated: list[str], heads: int, kv_heads: int, features: int, length: int) -> None:
     x = normal(2, 5, heads + 2 * kv_heads, features)
     angles = normal(7, features // 2)
     turns = mx.stack([mx.cos(angles), mx.sin(angles)], axis=-1)
@@ -427,8 +428,13 @@ def test_rope(emulated: list[str], heads: int, kv_heads: int, features: int) -> 
     value, (gradient,) = with_gradients(
         lambda x: ops.plain_rope(x, turns, heads + kv_heads), [x], cotangent
     )
-    assert off(kernels.rope(x, turns, heads, kv_heads), value) < 1e-6
+    found = kernels.rope(x, turns, heads, kv_heads, length)
+    assert off(found[:, :5], value) < 1e-6
+    assert found.shape[1] == length
+    assert not mx.any(found[:, 5:]).item()
     both = heads + kv_heads
-    q, k, v = (mx.contiguous(part) for part in mx.split(cotangent, [heads, both], axis=2))
-    assert off(kernels.rope_vjp(q, k, v, turns), gradient) < 1e-6
+    # What belongs to padding does not count.
+    longer = mx.pad(cotangent, [(0, 0), (0, length - 5), (0, 0), (0, 0)], constant_values=math.nan)
+    q, k, v = (mx.contiguous(part) for part in mx.split(longer, [heads, both], axis=2))
+    assert off(kernels.rope_vjp(q, k, v, turns, 5), gradient) < 1e-6
     assert emulated == ["rope", "rope_vjp"]

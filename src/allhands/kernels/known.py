@@ -17,6 +17,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from allhands.kernels.selection import TILE
+
 _PACKAGE = "mlx_lm.models."
 
 
@@ -252,6 +254,27 @@ def attention_of(module: Any) -> Attention | None:
     )
 
 
+def attends_padded(module: str, width: int) -> bool:
+    """Return true if models of one of mlx_lm's modules, such as ``"llama"``, can have attention
+    that pads its rows on an NVIDIA GPU.
+
+    Args:
+        width: features of a head.
+    """
+    listed = any(name.partition(".")[0] == module for name in ATTENTION)
+    return listed and width % 8 == 0 and width <= TILE
+
+
+def normed(norm: Any, x: mx.array) -> mx.array:
+    """Norm each head of queries or keys, or all heads together, depending on the number of the
+    norm's weights.
+
+    Args:
+        x: (B, T, heads * D) or (B, T, heads, D), returned in the same shape.
+    """
+    return norm(x.reshape(*x.shape[:2], -1, norm.weight.size)).reshape(x.shape)
+
+
 def _is_norm(norm: Any) -> bool:
     # The norm may have a form of our own already.
     return nn.RMSNorm in (type(norm), type(norm).__base__) or name_of(norm) in _NORM_TYPES
@@ -361,6 +384,11 @@ def sees_ahead(model: nn.Module) -> int | None:
     """
     found = [m for m in model.modules() if name_of(m) == "phi3small.Attention" and m.block_sparse]
     return max((int(module.blocksparse_block_size) for module in found), default=None)
+
+
+def depends_on_padding(model: nn.Module) -> bool:
+    """Return true if what follows a row can change its results."""
+    return length_that_counts(model) is not None or sees_ahead(model) is not None
 
 
 def can_be_compiled(model_type: str | None) -> bool:

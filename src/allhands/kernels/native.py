@@ -393,7 +393,7 @@ class NativeAttention:
         sizes: known.Attention = self._native_sizes
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if sizes.normed:
-            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
+            q, k = known.normed(self.q_norm, q), known.normed(self.k_norm, k)
         frozen = forward_only(self)
         if isinstance(row, ContextRow):
             turns = _turns(self, row.length, sizes.width)
@@ -401,11 +401,6 @@ class NativeAttention:
         turns = _turns(self, x.shape[1], sizes.width)
         starts = row.starts if row else None
         return self.o_proj(attention(q, k, v, turns, self.scale, starts=starts, frozen=frozen))
-
-
-def _normed(norm: Any, x: mx.array) -> mx.array:
-    """Norm each head, or all heads together, depending on the number of the norm's weights."""
-    return norm(x.reshape(*x.shape[:-1], -1, norm.weight.size)).reshape(x.shape)
 
 
 def _turns(module: Any, length: int, width: int) -> tuple[Array, Array]:

@@ -16,6 +16,8 @@ AUTO, PLAIN = "auto", "plain"
 Kind = Literal["cpu", "metal", "cuda"]
 # A quantised weight is made dense from so many tokens on; below, MLX's quantised product is faster.
 DENSE_FROM_TOKENS = 200
+# On NVIDIA GPUs attention pads rows of so many tokens to a multiple of TILE.
+PADDED_FROM_TOKENS, TILE = 64, 128
 
 # For each kind of device the forms of an operation, the rule's first. Operations with a single form
 # are left out. ``plain`` is MLX's own operations; the forms of loss_chunk are rows, or the size of
@@ -24,7 +26,7 @@ FORMS: Mapping[str, Mapping[Kind, tuple[str, ...]]] = {
     "rms_norm": {"cpu": ("native", PLAIN), "cuda": ("fused", PLAIN)},
     "swiglu": {"cpu": ("native", "polynomial", PLAIN), "cuda": ("fused", PLAIN)},
     "rope": {"cuda": ("fused", PLAIN)},
-    "attention": {"cpu": ("native", PLAIN)},
+    "attention": {"cpu": ("native", PLAIN), "cuda": ("padded", PLAIN)},
     "quantized_linear": {
         "cpu": ("native", PLAIN),
         "cuda": ("dense", PLAIN),

@@ -40,6 +40,8 @@ class Work:
             pipeline.
         has_head: True if the rank computes the loss; in a pipeline only the last stage does.
         lengths: number of lengths that rows have.
+        with_scores: True if a GPU holds the matrices of attention's scores for rows of any length
+            (``--deterministic``).
     """
 
     method: Method
@@ -58,6 +60,7 @@ class Work:
     alive: float = 1.0
     has_head: bool = True
     lengths: int = 1
+    with_scores: bool = False
 
     def divided(self, ranks: int) -> Work:
         """Return the work of each of so many ranks with an equal share of the batch."""

@@ -441,6 +441,7 @@ class _Facts:
             batch_tokens=share,
             packed=self._packed(),
             lengths=self._lengths(),
+            with_scores=config.deterministic,
         )
 
     def _lengths(self) -> int:

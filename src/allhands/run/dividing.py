@@ -437,6 +437,7 @@ def _work(
         method=config.fine_tune_type,
         tokens=max(longest, min(tokens, rows * longest)),
         row_tokens=longest,
+        with_scores=config.deterministic,
         trained_layers=len(model.blocks),
         weights_bytes=0,
         trained_bytes=sum(

@@ -168,6 +168,7 @@ def estimated_bytes(
         ),
         has_head=has_head,
         lengths=lengths,
+        with_scores=config.deterministic,
     )
     own = _own_arrays(config, model, blocks, work, device, stages, sharding)
     memory = _of_rank(own, work, config, device.mesh)

@@ -48,6 +48,8 @@ class Sampler:
     Attributes:
         num_tokens: most tokens to generate for a prompt.
         most: most tokens of a text, prompt included.
+        multiple: rows are padded to a multiple of so many tokens, because a GPU needs time for each
+            new length.
         beat: called with "validate" and the number of steps done before each token, and with
             "reduce" before a wait.
     """
@@ -60,6 +62,7 @@ class Sampler:
     seed: int
     most: int
     beat: Callable[[str, int], None]
+    multiple: int = 1
 
     def __call__(self, step: int, iteration: int) -> list[Sampled]:
         """Return a generated text for each prompt."""
@@ -88,7 +91,9 @@ class Sampler:
         model: Any = self.model
         while len(tokens) < min(begun + self.num_tokens, self.most):
             self.beat("validate", step)
-            logits = model(mx.array([tokens]))[0, -1].astype(mx.float32)
+            padding = min(-len(tokens) % self.multiple, self.most - len(tokens))
+            row = mx.array([tokens + [0] * padding])
+            logits = model(row)[0, len(tokens) - 1].astype(mx.float32)
             key, now = mx.random.split(key)
             cold = self.temperature == 0
             token = (

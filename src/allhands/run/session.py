@@ -29,6 +29,7 @@ from allhands.errors import AllhandsError, ConfigError, Interrupted, NumericsErr
 from allhands.io.files import claimed
 from allhands.io.formatting import counted, format_bytes
 from allhands.io.trees import number
+from allhands.kernels.known import depends_on_padding
 from allhands.model.adapters import adapter_config
 from allhands.model.beyond import limits_told, use_of
 from allhands.model.fresh import ModelFiles
@@ -321,8 +322,9 @@ class _RankRun:
         together = self.mesh.data_rank == 0 and self.mesh.coordinates().context == 0
         if not (config.sample_prompts and (together or sharding or self.ready.experts)):
             return lambda step, iteration: []
+        model, on_cuda = self.ready.loaded.model, self.ready.accelerator.kind == "cuda"
         return Sampler(
-            model=answering(self.ready.loaded.model, self._piping, sharding, self.ready.experts),
+            model=answering(model, self._piping, sharding, self.ready.experts),
             tokenizer=self.ready.loaded.tokenizer,
             prompts=config.sample_prompts,
             num_tokens=config.sample_tokens,
@@ -330,6 +332,7 @@ class _RankRun:
             seed=config.seed,
             most=config.max_seq_length,
             beat=self.surroundings.beat,
+            multiple=64 if on_cuda and not depends_on_padding(model) else 1,
         )
 
     def _model_files(self) -> ModelFiles | None:

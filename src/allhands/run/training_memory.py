@@ -17,6 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from allhands.kernels.known import attends_padded
+from allhands.kernels.selection import TILE
+from allhands.model.reading import module_of
 from allhands.parallel.costs import Memory, Method, Work
 
 # Bytes that a back-end takes in a process from the beginning. The ring: 8 MiB, twice for each of
@@ -36,9 +39,8 @@ _LOGITS = 512 << 20  # bytes of logits at once on a GPU
 # Values for each token and each number of an MLP's width in arrays that MLX frees only after some
 # further operations (allhands.runtime.jit_cache: FREED_AFTER).
 _LAUNCHED = 14.1
-# MLX computes the gradient of attention without the matrix of scores where a row's length is a
-# multiple of this number. Otherwise it holds so many bytes for each score.
-_TILE, _SCORE_BYTES = 128, 4
+# Bytes for each score of attention, where MLX computes its gradient by a matrix of scores.
+_SCORE_BYTES = 4
 _ONE_ARRAY = (
     1 << 28
 )  # most trained numbers in one flat array on a GPU, as in allhands.kernels.fused.flat_params
@@ -72,6 +74,8 @@ class DecoderShape:
         experts: number of experts of a block; 0 if it has one MLP.
         active: number of experts that compute a token; 0 if there are none.
         heads: number of query heads; 0 if unknown.
+        padded: True if a GPU pads rows for attention (:mod:`allhands.kernels.fused.ops`), which
+            then needs no matrix of scores.
     """
 
     layers: int
@@ -83,6 +87,7 @@ class DecoderShape:
     experts: int = 0
     active: int = 0
     heads: int = 0
+    padded: bool = False
 
 
 def blocks_of(config: Mapping[str, Any]) -> DecoderShape | None:
@@ -101,7 +106,8 @@ def blocks_of(config: Mapping[str, Any]) -> DecoderShape | None:
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
     widths = heads * width, key_heads * width
-    return DecoderShape(layers, dims, mlp_dims, *widths, vocabulary, experts, active, heads)
+    padded = attends_padded(module_of(str(config.get("model_type"))), width)
+    return DecoderShape(layers, dims, mlp_dims, *widths, vocabulary, experts, active, heads, padded)
 
 
 def on_cpu(blocks: DecoderShape, work: Work) -> Memory:
@@ -167,8 +173,9 @@ def on_gpu(blocks: DecoderShape, work: Work) -> Memory:
     if work.method != "full":
         logits = 4 * min(_LOGITS, logits)
     launched = int(_LAUNCHED * max(1, blocks.active) * blocks.mlp_dims * values)
-    scores = blocks.heads * work.tokens * work.row_tokens * _SCORE_BYTES
-    passing = max(logits, launched + (scores if work.row_tokens % _TILE else 0))
+    without_scores = not work.with_scores and (blocks.padded or work.row_tokens % TILE == 0)
+    scores = 0 if without_scores else blocks.heads * work.tokens * work.row_tokens * _SCORE_BYTES
+    passing = max(logits, launched + scores)
     states = _STATES.get(work.optimizer, 2) * work.trained_bytes + work.by_adam_bytes
     if work.masters:  # copies and states in float32
         states = 2 * (states + work.trained_bytes)

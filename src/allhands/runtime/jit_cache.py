@@ -483,6 +483,11 @@ def launch_directly(
     return not deterministic or "MLX_CUDA_USE_CUDNN_SDPA" in switched_off
 
 
+def attends_by_cudnn() -> bool:
+    """True if MLX may compute attention on an NVIDIA GPU by cuDNN: not with ``--deterministic``."""
+    return "MLX_CUDA_USE_CUDNN_SDPA" not in switched_off
+
+
 def environ_at_start() -> dict[str, str]:
     """Return the environment variables with which this process was started; none if unknown."""
     try:

@@ -176,13 +176,24 @@ class _FusedAttention:
         sizes: known.Attention = self._sizes
         heads = sizes.heads + 2 * sizes.kv_heads
         rows = group(x.reshape(batch * length, -1)).reshape(batch, length, heads, -1)
-        q, k, v = self._across(rows, cache) if across else self._turned(rows, self._turns)
+        if sizes.normed:
+            q, k, v = mx.split(rows, [sizes.heads, sizes.heads + sizes.kv_heads], axis=2)
+            norms = (self.q_norm, q), (self.k_norm, k)
+            rows = mx.concatenate([*(known.normed(*each) for each in norms), v], axis=2)
+        if across:
+            q, k, v = self._across(rows, cache)
+        else:
+            longer = ops.attended_length(rows, mask, selection_of(self))
+            q, k, v = self._turned(rows, self._turns, longer)
         y = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
-        return self.o_proj(y.transpose(0, 2, 1, 3).reshape(batch, length, -1))
+        return self.o_proj(y[:, :, :length].transpose(0, 2, 1, 3).reshape(batch, length, -1))
 
-    def _turned(self: Any, rows: mx.array, turns: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    def _turned(
+        self: Any, rows: mx.array, turns: mx.array, length: int | None = None
+    ) -> tuple[mx.array, mx.array, mx.array]:
         sizes: known.Attention = self._sizes
-        return ops.rope_split(rows, turns, sizes.heads, sizes.kv_heads, selection_of(self))
+        how: Any = {"selection": selection_of(self), "length": length}
+        return ops.rope_split(rows, turns, sizes.heads, sizes.kv_heads, **how)
 
     def _across(self: Any, rows: mx.array, row: ContextRow) -> tuple[mx.array, mx.array, mx.array]:
         """Queries of this rank's two pieces of each row, and the keys and values of all ranks."""
@@ -213,7 +224,7 @@ def _join_attention(
     module: Any, longest: int, tables: list[mx.array], selection: KernelSelection, *, joins: bool
 ) -> bool:
     sizes = known.attention_of(module)
-    if sizes is None or sizes.normed:
+    if sizes is None:
         return False
     layers = [module.q_proj, module.k_proj, module.v_proj]
     if not Group.fits(layers):

@@ -51,6 +51,11 @@ def suits(array: mx.array) -> bool:
     return array.dtype in _TYPES and array.shape[-1] % width(array.dtype) == 0
 
 
+def in_half(array: mx.array) -> bool:
+    """Return true if ``array`` is in half precision."""
+    return array.dtype in _HALF
+
+
 def dequantize(weight: mx.array, scales: mx.array, biases: mx.array, group_size: int) -> mx.array:
     """Unpack 4-bit affine weights in half the time of :func:`mlx.core.dequantize`: (N, K / 8)
     uint32 -> (N, K).
@@ -196,34 +201,41 @@ def _swiglu_adapted(
     return _Work(name, x.dtype, constants, (rows,), blocks * _BLOCK)
 
 
-def rope(x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int) -> mx.array:
+def rope(x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int, length: int) -> mx.array:
     """Turn the queries and keys in (B, T, H + 2 KV, D), but not the values, by the table (T or
-    more, D / 2, 2).
+    more, D / 2, 2); return (B, ``length``, H + 2 KV, D), zeros from T on.
     """
-    return _rope("rope", x.dtype, x.shape, num_heads, num_kv_heads).run(
-        [x, turns], [(x.shape, x.dtype)]
+    batch, tokens, *heads = x.shape
+    return _rope("rope", x, (batch, length, *heads), (length, tokens), num_heads, num_kv_heads).run(
+        [x, turns], [((batch, length, *heads), x.dtype)]
     )[0]
 
 
-def rope_vjp(q: mx.array, k: mx.array, v: mx.array, turns: mx.array) -> mx.array:
-    """Gradient of :func:`rope` in its input: (B, T, H, D), twice (B, T, KV, D) -> (B, T, H + 2 KV,
-    D).
+def rope_vjp(q: mx.array, k: mx.array, v: mx.array, turns: mx.array, tokens: int) -> mx.array:
+    """Gradient of :func:`rope` in its input: (B, length, H, D), twice (B, length, KV, D) -> (B,
+    ``tokens``, H + 2 KV, D).
     """
     batch, length, num_heads, features = q.shape
     num_kv_heads = k.shape[2]
-    shape = (batch, length, num_heads + 2 * num_kv_heads, features)
-    return _rope("rope_vjp", q.dtype, shape, num_heads, num_kv_heads).run(
+    shape = (batch, tokens, num_heads + 2 * num_kv_heads, features)
+    return _rope("rope_vjp", q, shape, (length, tokens), num_heads, num_kv_heads).run(
         [q, k, v, turns], [(shape, q.dtype)]
     )[0]
 
 
 def _rope(
-    name: str, dtype: mx.Dtype, shape: Sequence[int], num_heads: int, num_kv_heads: int
+    name: str,
+    x: mx.array,
+    shape: Sequence[int],
+    lengths: tuple[int, int],
+    num_heads: int,
+    num_kv_heads: int,
 ) -> _Work:
-    batch, length, heads, features = shape
+    """Return the work whose output has this ``shape``; ``lengths``: with and without padding."""
+    batch, places, heads, features = shape
     constants = {"H": num_heads, "KV": num_kv_heads, "D": features}
-    threads = batch * length * heads * features // 2 // width(dtype)
-    return _Work(name, dtype, constants, (batch * length, length), threads)
+    threads = batch * places * heads * features // 2 // width(x.dtype)
+    return _Work(name, x.dtype, constants, (batch * places, *lengths), threads)
 
 
 def cross_entropy(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:

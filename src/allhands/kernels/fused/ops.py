@@ -13,7 +13,14 @@ import mlx.nn as nn
 
 from allhands.kernels.fastmath import with_vjp
 from allhands.kernels.fused import kernels
-from allhands.kernels.selection import BY_RULE, PLAIN, KernelSelection
+from allhands.kernels.selection import (
+    BY_RULE,
+    PADDED_FROM_TOKENS,
+    PLAIN,
+    TILE,
+    KernelSelection,
+)
+from allhands.runtime.jit_cache import attends_by_cudnn
 
 
 def swiglu(x: mx.array, selection: KernelSelection = BY_RULE) -> mx.array:
@@ -57,12 +64,32 @@ def swiglu_product(x: mx.array, weight: mx.array, again: mx.array | None = None)
     return with_vjp(lambda x, weight: kernels.swiglu(x) @ weight.T, backward)(x, weight)
 
 
+def attended_length(x: mx.array, mask: Any, selection: KernelSelection = BY_RULE) -> int:
+    """Return the length L to which attention pads its rows: T, if that is of no use.
+
+    MLX has a gradient of attention without a matrix of scores only for rows of a multiple of
+    :data:`TILE` (``ScaledDotProductAttentionVJP::use_fallback`` of its CUDA back-end).
+
+    Args:
+        x: (B, T, heads, D), queries, keys and values.
+        mask: as MLX's attention takes it. Only with a causal one nothing sees the padding.
+    """
+    length, features = x.shape[1], x.shape[-1]
+    if not (isinstance(mask, str) and mask == "causal" and length >= PADDED_FROM_TOKENS):
+        return length
+    fits = kernels.available() and kernels.in_half(x) and features % 8 == 0 and features <= TILE
+    if not (fits and attends_by_cudnn()) or selection.select("attention", "cuda") == PLAIN:
+        return length
+    return -(-length // TILE) * TILE
+
+
 def rope_split(
     x: mx.array,
     turns: mx.array,
     num_heads: int,
     num_kv_heads: int,
     selection: KernelSelection = BY_RULE,
+    length: int | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Split rows of queries, keys and values side by side; turn queries and keys by position.
 
@@ -70,15 +97,18 @@ def rope_split(
         x: (B, T, H + 2 KV, D).
         turns: (T or more, D / 2, 2) float32 cosine and sine for each position and pair of features
             (i, i + D / 2).
+        length: positions L of the outputs, which are zeros from T on; default: T.
 
     Returns:
-        (B, H, T, D) and twice (B, KV, T, D).
+        (B, H, L, D) and twice (B, KV, L, D).
     """
-    features = x.shape[-1]
+    features, length = x.shape[-1], x.shape[1] if length is None else length
     fits = kernels.available() and kernels.suits(x) and features // 2 % kernels.width(x.dtype) == 0
     if fits and selection.select("rope", "cuda") != PLAIN:
-        return _fused_rope(x, turns, num_heads, num_kv_heads)
-    return _parted(plain_rope(x, turns, num_heads + num_kv_heads), num_heads, num_kv_heads)
+        return _fused_rope(x, turns, num_heads, num_kv_heads, length)
+    turned = plain_rope(x, turns, num_heads + num_kv_heads)
+    longer = [(0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)]
+    return _parted(mx.pad(turned, longer), num_heads, num_kv_heads)
 
 
 def plain_rope(x: mx.array, turns: mx.array, num_turned: int) -> mx.array:
@@ -98,14 +128,17 @@ def _parted(x: mx.array, num_heads: int, num_kv_heads: int) -> tuple[mx.array, m
 
 
 def _fused_rope(
-    x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int
+    x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int, length: int
 ) -> tuple[mx.array, mx.array, mx.array]:
+    tokens = x.shape[1]
+
     def forward(x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        return _parted(kernels.rope(x, turns, num_heads, num_kv_heads), num_heads, num_kv_heads)
+        turned = kernels.rope(x, turns, num_heads, num_kv_heads, length)
+        return _parted(turned, num_heads, num_kv_heads)
 
     def backward(_x: mx.array, cotangents: tuple[mx.array, ...], _y: Any) -> mx.array:
         q, k, v = (cotangent.transpose(0, 2, 1, 3) for cotangent in cotangents)
-        return kernels.rope_vjp(q, k, v, turns)
+        return kernels.rope_vjp(q, k, v, turns, tokens)
 
     return with_vjp(forward, backward)(x)
 

@@ -1,16 +1,25 @@
-// x, out: (B, T, H + 2 KV, D), heads of queries, keys and values; turns: (T or more, D / 2, 2) cosines and sines.
-// Queries and keys are turned, values copied.
+// x: (B, tokens, H + 2 KV, D), heads of queries, keys and values; out: (B, length, H + 2 KV, D), zeros from ``tokens`` on;
+// turns: (tokens or more, D / 2, 2) cosines and sines; rows: B * length. Queries and keys are turned, values copied.
 
-extern "C" __global__ void NAME(const T* x, const float* turns, T* out, int rows, int length) {
+extern "C" __global__ void NAME(const T* x, const float* turns, T* out, int rows, int length, int tokens) {
   constexpr int W = Vec<T>::W, PART = D / 2 / W, HEADS = H + 2 * KV;
   size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= (size_t)rows * HEADS * PART) return;
   int part = i % PART;
-  size_t head = i / PART;
-  size_t at = head * (2 * PART) + part;
-  Vec<T> a = load<T>(x, at), b = load<T>(x, at + PART);
-  if (head % HEADS < H + KV) {
-    const float2* turn = reinterpret_cast<const float2*>(turns) + (head / HEADS % length) * (D / 2) + part * W;
+  size_t head = i / PART, row = head / HEADS;
+  int place = row % length;
+  size_t to = head * (2 * PART) + part;
+  Vec<T> a, b;
+  if (place < tokens) {
+    // Rows before this one lack what they are longer by here.
+    size_t from = to - row / length * (length - tokens) * HEADS * (2 * PART);
+    a = load<T>(x, from), b = load<T>(x, from + PART);
+  } else {
+    #pragma unroll
+    for (int j = 0; j < W; j++) a.v[j] = b.v[j] = static_cast<T>(0.f);
+  }
+  if (place < tokens && head % HEADS < H + KV) {
+    const float2* turn = reinterpret_cast<const float2*>(turns) + place * (D / 2) + part * W;
     #pragma unroll
     for (int j = 0; j < W; j++) {
       float2 t = turn[j];
@@ -19,6 +28,6 @@ extern "C" __global__ void NAME(const T* x, const float* turns, T* out, int rows
       b.v[j] = static_cast<T>(v * t.x + u * t.y);
     }
   }
-  store<T>(out, at, a);
-  store<T>(out, at + PART, b);
+  store<T>(out, to, a);
+  store<T>(out, to + PART, b);
 }

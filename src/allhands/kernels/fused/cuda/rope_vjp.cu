@@ -1,6 +1,7 @@
-// q: (B, T, H, D), k and v: (B, T, KV, D) cotangents; out: (B, T, H + 2 KV, D), turned back.
+// q: (B, length, H, D), k and v: (B, length, KV, D) cotangents, of which the first ``tokens`` places count;
+// out: (B, tokens, H + 2 KV, D), turned back; rows: B * tokens.
 
-extern "C" __global__ void NAME(const T* q, const T* k, const T* v, const float* turns, T* out, int rows, int length) {
+extern "C" __global__ void NAME(const T* q, const T* k, const T* v, const float* turns, T* out, int rows, int length, int tokens) {
   constexpr int W = Vec<T>::W, PART = D / 2 / W, HEADS = H + 2 * KV;
   size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= (size_t)rows * HEADS * PART) return;
@@ -8,12 +9,14 @@ extern "C" __global__ void NAME(const T* q, const T* k, const T* v, const float*
   size_t at = i / PART;
   int head = at % HEADS;
   size_t row = at / HEADS;
-  const T* from = head < H ? q + (row * H + head) * D
-      : head < H + KV      ? k + (row * KV + head - H) * D
-                           : v + (row * KV + head - H - KV) * D;
+  int place = row % tokens;
+  size_t there = row / tokens * length + place;
+  const T* from = head < H ? q + (there * H + head) * D
+      : head < H + KV      ? k + (there * KV + head - H) * D
+                           : v + (there * KV + head - H - KV) * D;
   Vec<T> a = load<T>(from, part), b = load<T>(from, part + PART);
   if (head < H + KV) {
-    const float2* turn = reinterpret_cast<const float2*>(turns) + (row % length) * (D / 2) + part * W;
+    const float2* turn = reinterpret_cast<const float2*>(turns) + place * (D / 2) + part * W;
     #pragma unroll
     for (int j = 0; j < W; j++) {
       float2 t = turn[j];
