@@ -108,7 +108,7 @@ def kernel_forms(
     if accelerator.kind == "cpu" and not (cpu_native and native.available()):
         missing = frozenset({"native"})
     elif accelerator.kind == "cuda" and not kernels.available():
-        missing = frozenset({"fused"})
+        missing = frozenset({"fused", "padded"})
     request = environ.get(VARIABLE, "")
     return KernelForms(
         accelerator.kind,
