@@ -397,7 +397,7 @@ def test_kernel_rope(dtype: mx.Dtype, heads: int, kv_heads: int, features: int) 
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
-@pytest.mark.parametrize("length", [37, 200, 300])
+@pytest.mark.parametrize("length", [77, 200, 300])
 @pytest.mark.parametrize(("heads", "kv_heads", "features"), [(4, 2, 64), (9, 3, 32), (2, 2, 128)])
 def test_padded_attention(
     dtype: mx.Dtype, length: int, heads: int, kv_heads: int, features: int
