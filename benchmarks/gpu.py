@@ -3,7 +3,7 @@ torch.compile.
 
     python benchmarks/gpu.py --python mlx=python3,torch=python3
 
-Everybody computes the same work (a Llama of one shape with random weights, as many random tokens,
+Everybody computes the same work (a model of one shape with random weights, as many random tokens,
 bfloat16, AdamW), one after the other, each in a process of its own. See README.md in this
 directory.
 """
@@ -68,6 +68,18 @@ LLAMA = {
     "vocab_size": 128256,
     "tie_word_embeddings": True,
 }
+QWEN = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
 SMOL = {
     "hidden_size": 576,
     "num_hidden_layers": 30,
@@ -91,6 +103,7 @@ WORKS: dict[str, dict[str, Any]] = {
     "qlora": {"shape": MISTRAL, "bits": 4, "rank": 8, "layers": 8, "batch": 4, "length": 512},
     "lora": {"shape": LLAMA, "bits": 0, "rank": 8, "layers": 16, "batch": 8, "length": 1024},
     "uneven": {"shape": LLAMA, "bits": 0, "rank": 8, "layers": 16, "batch": 8, "length": 1000},
+    "qwen": {"shape": QWEN, "bits": 0, "rank": 8, "layers": 28, "batch": 8, "length": 1024},
     "full": {"shape": LLAMA, "bits": 0, "rank": 0, "layers": 16, "batch": 8, "length": 1024},
     "large": {
         "shape": LLAMA,
@@ -114,6 +127,7 @@ WORK_TITLES = {
     "qlora": "QLoRA: Mistral-7B shape, 4 bits, rank 8 on the last 8 layers, 4 x 512 tokens",
     "lora": "LoRA: 1.24B Llama shape, rank 8 on all layers, 8 x 1024",
     "uneven": "LoRA: 1.24B Llama shape, rank 8 on all layers, 8 x 1000",
+    "qwen": "LoRA: Qwen3-0.6B shape, rank 8 on all layers, 8 x 1024",
     "full": "full: 1.24B Llama shape, 8 x 1024",
     "large": "full: 1.24B Llama shape, 32 x 1024",
     "smol": "full: 135M SmolLM shape, 32 x 512",
@@ -126,7 +140,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    default = ("qlora", "lora", "uneven", "full", "smol")
+    default = ("qlora", "lora", "uneven", "qwen", "full", "smol")
     parser.add_argument(
         "--works",
         type=partial(peer_list, tuple(WORKS)),

@@ -13,6 +13,7 @@ import os
 import statistics
 import sys
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from allhands.runtime.jit_cache import launch_directly  # allhands before MLX, for its BLAS
@@ -24,7 +25,6 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from rounds import ROUND, WARM_UP, in_rounds, rounds_of
 
@@ -33,11 +33,15 @@ def build(work: dict[str, Any]) -> Any:
     """The model in the work's ``dtype`` (bfloat16) or 4 bits, with random weights."""
     mx.random.seed(0)
     dtype = getattr(mx, work.get("dtype", "bfloat16"))
-    model = Model(
-        ModelArgs.from_dict(
-            {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, **work["shape"]}
-        )
-    )
+    shape = {
+        "model_type": "llama",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        **work["shape"],
+    }
+    module: Any = import_module(f"mlx_lm.models.{shape['model_type']}")
+    model = module.Model(module.ModelArgs.from_dict(shape))
     # A layer at a time, so that the float32 of the whole is never there.
     for module in [*model.layers, model]:
         module.set_dtype(dtype)

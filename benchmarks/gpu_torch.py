@@ -14,22 +14,23 @@ from typing import Any
 
 import torch
 from rounds import WARM_UP, in_rounds
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def build(work: dict[str, Any], device: str) -> Any:
     """The model in the work's ``dtype`` (bfloat16) with random weights."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        **work["shape"],
+    shape = {"model_type": "llama", **work["shape"]}
+    config = AutoConfig.for_model(
+        **shape,
         rms_norm_eps=1e-5,
         rope_theta=10000.0,
-        attn_implementation="sdpa",
         use_cache=False,
     )
-    torch.set_default_dtype(getattr(torch, work.get("dtype", "bfloat16")))
+    dtype = getattr(torch, work.get("dtype", "bfloat16"))
+    torch.set_default_dtype(dtype)
     with torch.device(device):
-        model = LlamaForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     torch.set_default_dtype(torch.float32)
     if work["rank"]:
         from peft import LoraConfig, get_peft_model
