@@ -40,7 +40,7 @@ def passes(
 
     def attended(x: mx.array) -> mx.array:
         longer = ops.attended_length(x, "causal", selection)
-        q, k, v = ops.rope_split(x, turns, queries, keys, selection, longer)
+        q, k, v = ops.rope_split(x, turns, (queries, keys), selection, longer)
         y = mx.fast.scaled_dot_product_attention(q, k, v, scale=width**-0.5, mask="causal")
         return (y[:, :, :length].transpose(0, 2, 1, 3).reshape(cotangent.shape) * cotangent).sum()
 

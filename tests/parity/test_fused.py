@@ -8,6 +8,7 @@ too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ def test_rows_that_attention_pads(length: int) -> None:
     turns = mx.stack([mx.cos(angles), mx.sin(angles)], axis=-1)
 
     def attended(x: mx.array, length: int | None) -> mx.array:
-        q, k, v = ops.rope_split(x, turns, 4, 2, length=length)
+        q, k, v = ops.rope_split(x, turns, (4, 2), length=length)
         assert q.shape[2] == (length or 96)
         y = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.25, mask="causal")
         return y[:, :, :96]
@@ -372,23 +373,32 @@ def test_kernel_swiglu_adapted(dtype: mx.Dtype, ranks: tuple[int, int, int]) -> 
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "features"), [(4, 2, 64), (9, 3, 32), (2, 2, 128)])
-def test_kernel_rope(dtype: mx.Dtype, heads: int, kv_heads: int, features: int) -> None:
+def test_kernel_rope(
+    dtype: mx.Dtype, heads: int, kv_heads: int, features: int, normed: bool
+) -> None:
     x = normal(2, 19, heads + 2 * kv_heads, features, dtype=dtype)
     angles = mx.random.uniform(0, 6, (23, features // 2))
     turns = mx.stack([mx.cos(angles), mx.sin(angles)], axis=-1)
-    mx.eval(turns)
+    factors = [1 + normal(features, dtype=dtype, scale=0.2) for _ in range(2)]
+    mx.eval(turns, factors)
+    norms = kernels.HeadNorms(*factors, 1e-5)
     cotangents = [normal(2, n, 19, features, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
 
     def plain(x: mx.array) -> list[mx.array]:
-        y = ops.plain_rope(x, turns, heads + kv_heads).transpose(0, 2, 1, 3)
-        return [y[:, :heads], y[:, heads : heads + kv_heads], y[:, heads + kv_heads :]]
+        q, k, v = mx.split(x, [heads, heads + kv_heads], axis=2)
+        if normed:
+            wide = (each.astype(mx.float32) for each in factors)
+            q, k = (mx.fast.rms_norm(y, w, 1e-5) for y, w in zip((q, k), wide, strict=True))
+        y = ops.plain_rope(mx.concatenate([q, k, v], axis=2), turns, heads + kv_heads)
+        return mx.split(y.transpose(0, 2, 1, 3), [heads, heads + kv_heads], axis=1)
 
     wide = [c.astype(mx.float32) for c in cotangents]
     expected, (gradient,) = mx.vjp(plain, [x.astype(mx.float32)], wide)
-    actual, (found,) = mx.vjp(
-        lambda x: list(ops.rope_split(x, turns, heads, kv_heads)), [x], cotangents
-    )
+    assert ops.fuses_norms(x, norms, KernelSelection())
+    split = partial(ops.rope_split, norms=norms if normed else None)
+    actual, (found,) = mx.vjp(lambda x: list(split(x, turns, (heads, kv_heads))), [x], cotangents)
     for one, other in zip(actual, expected, strict=True):
         assert relative(one, other) < CLOSE[dtype]
     assert relative(found, gradient) < CLOSE[dtype]
@@ -411,7 +421,7 @@ def test_padded_attention(
     def attended(x: mx.array, selection: KernelSelection) -> mx.array:
         longer = ops.attended_length(x, "causal", selection)
         assert (longer % 128 == 0) == (x.dtype == dtype and not selection.requested)
-        q, k, v = ops.rope_split(x, turns, heads, kv_heads, selection, longer)
+        q, k, v = ops.rope_split(x, turns, (heads, kv_heads), selection, longer)
         scale = features**-0.5
         y = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
         return y[:, :, :length]

@@ -4,7 +4,9 @@ or built again.
 
 from __future__ import annotations
 
+import ctypes
 import stat
+from importlib.util import find_spec
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,7 +21,8 @@ CONSTANTS = [
     ("scale_by", {}),
     ("spread", {"SCALE": 20.0}),
     ("collect", {"SCALE": 0.1}),
-    ("add_rows", {"D": 2048, "THREADS": 256}),
+    ("add_rows", {"D": 2048, "THREADS": 256, "ONTO": 0}),
+    ("add_rows", {"D": 2048, "THREADS": 256, "ONTO": 1}),
     ("swiglu", {"F": 8192}),
     ("swiglu_vjp", {"F": 8192, "AGAIN": 0}),
     ("swiglu_vjp", {"F": 8192, "AGAIN": 1}),
@@ -27,11 +30,14 @@ CONSTANTS = [
     ("swiglu_adapted_vjp", {"F": 8192, "R": 16, "GATE": 8, "UP": 8, "DOWN": 8}),
     ("swiglu_adapted", {"F": 8192, "R": 36, "GATE": 32, "UP": 4}),
     ("swiglu_adapted_vjp", {"F": 8192, "R": 64, "GATE": 32, "UP": 32, "DOWN": 32}),
-    ("rope", {"H": 32, "KV": 8, "D": 64}),
-    ("rope_vjp", {"H": 32, "KV": 8, "D": 64}),
+    ("rope", {"H": 32, "KV": 8, "D": 64, "NORMED": 0, "EPS": 0.0}),
+    ("rope", {"H": 16, "KV": 8, "D": 128, "NORMED": 1, "EPS": 1e-6}),
+    ("rope_vjp", {"H": 32, "KV": 8, "D": 64, "NORMED": 0, "EPS": 0.0}),
+    ("rope_vjp", {"H": 16, "KV": 8, "D": 128, "NORMED": 1, "EPS": 1e-6}),
     ("cross_entropy", {"V": 128256, "INPLACE": 0}),
     ("cross_entropy", {"V": 128256, "INPLACE": 1}),
-    ("sum_of_squares", {}),
+    ("sum_of_squares", {"AFTER": 0}),
+    ("sum_of_squares", {"AFTER": 1}),
     ("adam_scalars", {"BIAS": 1}),
     ("adam", {}),
     ("adam_master", {}),
@@ -43,6 +49,10 @@ CONSTANTS = [
 
 
 def has_compiler() -> bool:
+    spec = find_spec("nvidia")  # of a package of the tests', where MLX has loaded none
+    for folder in spec.submodule_search_locations or () if spec else ():
+        for library in sorted(Path(folder).glob("*/lib/libnvrtc*.so.*[0-9]")):
+            ctypes.CDLL(str(library))
     try:
         return build._nvrtc() is not None
     except RuntimeError:

@@ -59,7 +59,14 @@ inline float __expf(float x) { return expf(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __fsqrt_rn(float x) { return sqrtf(x); }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
-template <typename X> inline X __shfl_xor_sync(unsigned, X x, int) { return x; }
+static float lanes_[32];
+inline float __shfl_xor_sync(unsigned, float x, int other) {
+  lanes_[threadIdx.x % 32] = x;
+  warp.arrive_and_wait();
+  x = lanes_[threadIdx.x % 32 ^ other];
+  warp.arrive_and_wait();
+  return x;
+}
 inline void __syncthreads() {}
 using std::isfinite;
 inline int min(int x, int y) { return x < y ? x : y; }
@@ -149,7 +156,8 @@ def emulated(prelude: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         numbers = [f"numbers[{i}]" for i in range(len(kinds) - len(pointers))]
         assert (len(pointers), len(numbers)) == (len(inputs) + len(outputs), len(self.scalars))
         text = text.removeprefix(text_of("numbers.cuh"))
-        together = 32 if "add_product(" in text else 1
+        warps = "add_product(" in text or self.constants.get("NORMED")
+        together = 32 if warps else 1
         call = CALL.format(call=f"{name}({', '.join(pointers + numbers)})", together=together)
         program = f'#include "{prelude.name}"\n{text}{call}'
         library = prelude.with_name(f"{hashlib.sha256(program.encode()).hexdigest()}.so")
@@ -418,23 +426,35 @@ def test_what_adam_is_told(
         assert side == pytest.approx(expected, rel=3e-5)
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("length", [5, 8])
-@pytest.mark.parametrize(("heads", "kv_heads", "features"), [(4, 2, 16), (3, 1, 8)])
-def test_rope(emulated: list[str], heads: int, kv_heads: int, features: int, length: int) -> None:
-    x = normal(2, 5, heads + 2 * kv_heads, features)
+@pytest.mark.parametrize(("heads", "kv_heads", "features"), [(4, 2, 16), (3, 1, 8), (1, 1, 64)])
+def test_rope(
+    emulated: list[str], heads: int, kv_heads: int, features: int, length: int, normed: bool
+) -> None:
+    both = heads + kv_heads
+    x = normal(2, 5, both + kv_heads, features)
     angles = normal(7, features // 2)
     turns = mx.stack([mx.cos(angles), mx.sin(angles)], axis=-1)
     cotangent = normal(*x.shape)
-    value, (gradient,) = with_gradients(
-        lambda x: ops.plain_rope(x, turns, heads + kv_heads), [x], cotangent
-    )
-    found = kernels.rope(x, turns, heads, kv_heads, length)
+    norms = kernels.HeadNorms(normal(features), normal(features, scale=2.0), 1e-3)
+    assert norms.fits(x)
+
+    def plain(x: mx.array) -> mx.array:
+        q, k, v = mx.split(x, [heads, both], axis=2)
+        if normed:
+            q = mx.fast.rms_norm(q, norms.queries, norms.eps)
+            k = mx.fast.rms_norm(k, norms.keys, norms.eps)
+        return ops.plain_rope(mx.concatenate([q, k, v], axis=2), turns, both)
+
+    value, (gradient,) = with_gradients(plain, [x], cotangent)
+    found = kernels.rope(x, turns, (heads, kv_heads), length, norms if normed else None)
     assert off(found[:, :5], value) < 1e-6
     assert found.shape[1] == length
     assert not mx.any(found[:, 5:]).item()
-    both = heads + kv_heads
     # What belongs to padding does not count.
     longer = mx.pad(cotangent, [(0, 0), (0, length - 5), (0, 0), (0, 0)], constant_values=math.nan)
     q, k, v = (mx.contiguous(part) for part in mx.split(longer, [heads, both], axis=2))
-    assert off(kernels.rope_vjp(q, k, v, turns, 5), gradient) < 1e-6
+    back = kernels.rope_vjp((q, k, v), turns, 5, x, norms if normed else None)
+    assert off(back, gradient) < 2e-6
     assert emulated == ["rope", "rope_vjp"]

@@ -275,6 +275,11 @@ def normed(norm: Any, x: mx.array) -> mx.array:
     return norm(x.reshape(*x.shape[:2], -1, norm.weight.size)).reshape(x.shape)
 
 
+def factors_of(norm: Any) -> mx.array:
+    """Return the factors by which a norm of :func:`attention_of` multiplies."""
+    return 1.0 + norm.weight if name_of(norm) in _NORM_TYPES else norm.weight
+
+
 def _is_norm(norm: Any) -> bool:
     # The norm may have a form of our own already.
     return nn.RMSNorm in (type(norm), type(norm).__base__) or name_of(norm) in _NORM_TYPES

@@ -19,6 +19,7 @@ from allhands.kernels.context import ContextRow
 from allhands.kernels.documents import DocumentRow
 from allhands.kernels.fused import ops
 from allhands.kernels.fused.embedding import RowsEmbedding
+from allhands.kernels.fused.kernels import HeadNorms
 from allhands.kernels.fused.linear import (
     DenseQuantizedLinear,
     Group,
@@ -176,29 +177,46 @@ class _FusedAttention:
         sizes: known.Attention = self._sizes
         heads = sizes.heads + 2 * sizes.kv_heads
         rows = group(x.reshape(batch * length, -1)).reshape(batch, length, heads, -1)
-        if sizes.normed:
+        norms = self._norms(rows) if sizes.normed else None
+        if sizes.normed and norms is None:
             q, k, v = mx.split(rows, [sizes.heads, sizes.heads + sizes.kv_heads], axis=2)
-            norms = (self.q_norm, q), (self.k_norm, k)
-            rows = mx.concatenate([*(known.normed(*each) for each in norms), v], axis=2)
+            each = known.normed(self.q_norm, q), known.normed(self.k_norm, k)
+            rows = mx.concatenate([*each, v], axis=2)
         if across:
-            q, k, v = self._across(rows, cache)
+            q, k, v = self._across(rows, cache, norms)
         else:
             longer = ops.attended_length(rows, mask, selection_of(self))
-            q, k, v = self._turned(rows, self._turns, longer)
+            q, k, v = self._turned(rows, self._turns, norms, longer)
         y = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
         return self.o_proj(y[:, :, :length].transpose(0, 2, 1, 3).reshape(batch, length, -1))
 
+    def _norms(self: Any, rows: mx.array) -> HeadNorms | None:
+        """The norms of queries and keys, if a kernel computes them for these rows."""
+        q_norm, k_norm = self.q_norm, self.k_norm
+        frozen = not any(norm.trainable_parameters() for norm in (q_norm, k_norm))
+        by_head = q_norm.weight.size == k_norm.weight.size == rows.shape[-1]
+        if not (frozen and by_head and q_norm.eps == k_norm.eps):
+            return None
+        norms = HeadNorms(known.factors_of(q_norm), known.factors_of(k_norm), q_norm.eps)
+        return norms if ops.fuses_norms(rows, norms, selection_of(self)) else None
+
     def _turned(
-        self: Any, rows: mx.array, turns: mx.array, length: int | None = None
+        self: Any,
+        rows: mx.array,
+        turns: mx.array,
+        norms: HeadNorms | None,
+        length: int | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
         sizes: known.Attention = self._sizes
-        how: Any = {"selection": selection_of(self), "length": length}
-        return ops.rope_split(rows, turns, sizes.heads, sizes.kv_heads, **how)
+        how: Any = {"selection": selection_of(self), "length": length, "norms": norms}
+        return ops.rope_split(rows, turns, (sizes.heads, sizes.kv_heads), **how)
 
-    def _across(self: Any, rows: mx.array, row: ContextRow) -> tuple[mx.array, mx.array, mx.array]:
+    def _across(
+        self: Any, rows: mx.array, row: ContextRow, norms: HeadNorms | None
+    ) -> tuple[mx.array, mx.array, mx.array]:
         """Queries of this rank's two pieces of each row, and the keys and values of all ranks."""
         pieces = [
-            self._turned(piece, self._turns[places.start : places.stop])
+            self._turned(piece, self._turns[places.start : places.stop], norms)
             for piece, places in zip(mx.split(rows, 2), row.places, strict=True)
         ]
         q, k, v = (mx.concatenate(list(each)) for each in zip(*pieces, strict=True))

@@ -201,39 +201,89 @@ def _swiglu_adapted(
     return _Work(name, x.dtype, constants, (rows,), blocks * _BLOCK)
 
 
-def rope(x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int, length: int) -> mx.array:
-    """Turn the queries and keys in (B, T, H + 2 KV, D), but not the values, by the table (T or
-    more, D / 2, 2); return (B, ``length``, H + 2 KV, D), zeros from T on.
+@dataclass(frozen=True)
+class HeadNorms:
+    """Frozen norms of each head of queries and of keys.
+
+    Attributes:
+        queries: (D,) factors of the norm of queries; ``keys`` likewise.
+        eps: of both.
     """
-    batch, tokens, *heads = x.shape
-    return _rope("rope", x, (batch, length, *heads), (length, tokens), num_heads, num_kv_heads).run(
-        [x, turns], [((batch, length, *heads), x.dtype)]
-    )[0]
+
+    queries: mx.array
+    keys: mx.array
+    eps: float
+
+    def fits(self, x: mx.array) -> bool:
+        """Return true if :func:`rope` can norm the heads of (B, T, heads, D) ``x``."""
+        lanes = x.shape[-1] // 2 // width(x.dtype)
+        return (
+            lanes in (1, 2, 4, 8, 16, 32)
+            and lanes * 2 * width(x.dtype) == x.shape[-1]
+            and self.queries.dtype == self.keys.dtype == x.dtype
+        )
 
 
-def rope_vjp(q: mx.array, k: mx.array, v: mx.array, turns: mx.array, tokens: int) -> mx.array:
-    """Gradient of :func:`rope` in its input: (B, length, H, D), twice (B, length, KV, D) -> (B,
-    ``tokens``, H + 2 KV, D).
+def rope(
+    x: mx.array,
+    turns: mx.array,
+    heads: tuple[int, int],
+    length: int,
+    norms: HeadNorms | None = None,
+) -> mx.array:
+    """Norm and turn the queries and keys in (B, T, H + 2 KV, D), but not the values.
+
+    Args:
+        turns: (T or more, D / 2, 2), cosines and sines.
+        heads: H and KV.
+        length: L of the output (B, L, H + 2 KV, D), which has zeros from T on.
     """
+    batch, tokens, *rest = x.shape
+    work = _rope("rope", x, (batch, length, *rest), (length, tokens), heads, norms)
+    factors = [norms.queries, norms.keys] if norms else [x, x]
+    return work.run([x, turns, *factors], [((batch, length, *rest), x.dtype)])[0]
+
+
+def rope_vjp(
+    cotangents: tuple[mx.array, mx.array, mx.array],
+    turns: mx.array,
+    tokens: int,
+    x: mx.array,
+    norms: HeadNorms | None = None,
+) -> mx.array:
+    """Gradient of :func:`rope` in its input: (B, L, H, D), twice (B, L, KV, D) -> (B, ``tokens``,
+    H + 2 KV, D).
+
+    Args:
+        x: the input of :func:`rope`, of which nothing is read without norms.
+    """
+    q, k, _ = cotangents
     batch, length, num_heads, features = q.shape
-    num_kv_heads = k.shape[2]
-    shape = (batch, tokens, num_heads + 2 * num_kv_heads, features)
-    return _rope("rope_vjp", q, shape, (length, tokens), num_heads, num_kv_heads).run(
-        [q, k, v, turns], [(shape, q.dtype)]
-    )[0]
+    heads = num_heads, k.shape[2]
+    shape = (batch, tokens, num_heads + 2 * k.shape[2], features)
+    work = _rope("rope_vjp", q, shape, (length, tokens), heads, norms)
+    # What is not read is not handed over, because it would stay in memory.
+    more = [x, norms.queries, norms.keys] if norms else [q, q, q]
+    return work.run([*cotangents, turns, *more], [(shape, q.dtype)])[0]
 
 
 def _rope(
     name: str,
     x: mx.array,
-    shape: Sequence[int],
+    shape: tuple[int, ...],
     lengths: tuple[int, int],
-    num_heads: int,
-    num_kv_heads: int,
+    num_heads: tuple[int, int],
+    norms: HeadNorms | None,
 ) -> _Work:
     """Return the work whose output has this ``shape``; ``lengths``: with and without padding."""
     batch, places, heads, features = shape
-    constants = {"H": num_heads, "KV": num_kv_heads, "D": features}
+    constants: dict[str, int | float] = {
+        "H": num_heads[0],
+        "KV": num_heads[1],
+        "D": features,
+        "NORMED": int(bool(norms)),
+        "EPS": norms.eps if norms else 0.0,
+    }
     threads = batch * places * heads * features // 2 // width(x.dtype)
     return _Work(name, x.dtype, constants, (batch * places, *lengths), threads)
 

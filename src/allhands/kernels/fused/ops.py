@@ -86,10 +86,10 @@ def attended_length(x: mx.array, mask: Any, selection: KernelSelection = BY_RULE
 def rope_split(
     x: mx.array,
     turns: mx.array,
-    num_heads: int,
-    num_kv_heads: int,
+    heads: tuple[int, int],
     selection: KernelSelection = BY_RULE,
     length: int | None = None,
+    norms: kernels.HeadNorms | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Split rows of queries, keys and values side by side; turn queries and keys by position.
 
@@ -97,18 +97,31 @@ def rope_split(
         x: (B, T, H + 2 KV, D).
         turns: (T or more, D / 2, 2) float32 cosine and sine for each position and pair of features
             (i, i + D / 2).
+        heads: H and KV.
         length: positions L of the outputs, which are zeros from T on; default: T.
+        norms: norms of queries and keys before they are turned; only if :func:`fuses_norms`.
 
     Returns:
         (B, H, L, D) and twice (B, KV, L, D).
     """
-    features, length = x.shape[-1], x.shape[1] if length is None else length
-    fits = kernels.available() and kernels.suits(x) and features // 2 % kernels.width(x.dtype) == 0
-    if fits and selection.select("rope", "cuda") != PLAIN:
-        return _fused_rope(x, turns, num_heads, num_kv_heads, length)
-    turned = plain_rope(x, turns, num_heads + num_kv_heads)
+    length = x.shape[1] if length is None else length
+    if _fuses_rope(x, selection):
+        return _fused_rope(x, turns, heads, length, norms)
+    turned = plain_rope(x, turns, sum(heads))
     longer = [(0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)]
-    return _parted(mx.pad(turned, longer), num_heads, num_kv_heads)
+    return _parted(mx.pad(turned, longer), heads)
+
+
+def _fuses_rope(x: mx.array, selection: KernelSelection) -> bool:
+    halves = x.shape[-1] // 2
+    fits = kernels.available() and kernels.suits(x) and halves % kernels.width(x.dtype) == 0
+    return fits and selection.select("rope", "cuda") != PLAIN
+
+
+def fuses_norms(x: mx.array, norms: kernels.HeadNorms, selection: KernelSelection) -> bool:
+    """Return true if a kernel computes ``norms`` in :func:`rope_split`."""
+    fits = norms.fits(x) and _fuses_rope(x, selection)
+    return fits and selection.select("rms_norm", "cuda") != PLAIN
 
 
 def plain_rope(x: mx.array, turns: mx.array, num_turned: int) -> mx.array:
@@ -121,24 +134,26 @@ def plain_rope(x: mx.array, turns: mx.array, num_turned: int) -> mx.array:
     return mx.concatenate([turned.astype(x.dtype), x[:, :, num_turned:]], axis=2)
 
 
-def _parted(x: mx.array, num_heads: int, num_kv_heads: int) -> tuple[mx.array, mx.array, mx.array]:
-    x = x.transpose(0, 2, 1, 3)
-    both = num_heads + num_kv_heads
-    return x[:, :num_heads], x[:, num_heads:both], x[:, both:]
+def _parted(x: mx.array, heads: tuple[int, int]) -> tuple[mx.array, mx.array, mx.array]:
+    q, k, v = mx.split(x.transpose(0, 2, 1, 3), [heads[0], sum(heads)], axis=1)
+    return q, k, v
 
 
 def _fused_rope(
-    x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int, length: int
+    x: mx.array,
+    turns: mx.array,
+    heads: tuple[int, int],
+    length: int,
+    norms: kernels.HeadNorms | None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     tokens = x.shape[1]
 
     def forward(x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        turned = kernels.rope(x, turns, num_heads, num_kv_heads, length)
-        return _parted(turned, num_heads, num_kv_heads)
+        return _parted(kernels.rope(x, turns, heads, length, norms), heads)
 
-    def backward(_x: mx.array, cotangents: tuple[mx.array, ...], _y: Any) -> mx.array:
+    def backward(x: mx.array, cotangents: tuple[mx.array, ...], _y: Any) -> mx.array:
         q, k, v = (cotangent.transpose(0, 2, 1, 3) for cotangent in cotangents)
-        return kernels.rope_vjp(q, k, v, turns, tokens)
+        return kernels.rope_vjp((q, k, v), turns, tokens, x, norms)
 
     return with_vjp(forward, backward)(x)
 

@@ -54,3 +54,11 @@ __device__ __forceinline__ float warp_sum(float x) {
   for (int o = 16; o > 0; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
   return x;
 }
+
+// The sum over LANES neighbours, a power of two; the whole warp takes part.
+template <int LANES>
+__device__ __forceinline__ float lanes_sum(float x) {
+  #pragma unroll
+  for (int o = LANES / 2; o > 0; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
+  return x;
+}
