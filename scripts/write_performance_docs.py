@@ -60,8 +60,8 @@ TABLES = {
         "Random tokens and weights, bfloat16, AdamW. `qlora`: the shape of Mistral-7B in 4 bits, rank 8 on the last 8 "
         "layers, 4 x 512 tokens; PyTorch has bfloat16 weights, because it cannot read MLX's 4 bits. `lora` and `full`: "
         "a Llama of 1.24 billion parameters, 8 x 1024. `uneven`: `lora` with 8 x 1000, because attention is fastest "
-        "for a multiple of 128. `qwen`: LoRA of Qwen3-0.6B, 8 x 1024. `smol`: full training of SmolLM-135M's shape, 32 x 512. The "
-        "first step includes the building of missing kernels.",
+        "for a multiple of 128. `qwen`: LoRA of Qwen3-0.6B, 8 x 1024. `smol`: full training of SmolLM-135M's shape, "
+        "32 x 512. The first step includes the building of missing kernels.",
     ),
     "gpu_many": (
         "Training on several GPUs",
