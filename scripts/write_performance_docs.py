@@ -70,7 +70,8 @@ TABLES = {
         "one* GPU divided among all (strong scaling). `large` is `full` with 32 x 1024. Per cents relate to N times "
         "the program's own speed on one GPU. Memory is that of the rank with the highest peak. The exchange is the "
         "time that a step waits after its passes, if no rank is late. Its cost during the passes is part of their "
-        "time.",
+        "time. The figures of four and eight GPUs are of 2026-11-22, before the exchange of gradients was rewritten; "
+        "they have not been measured again.",
     ),
     "gpu_sharded": (
         "Divided weights on two GPUs",

@@ -76,6 +76,7 @@ CASES = [
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_models(tmp_path_factory.mktemp("simulated"))
     write_model(folder / "experts", layers=4, hidden=64, experts=4)
+    write_model(folder / "normed", layers=4, hidden=64, kind="qwen3")
     return folder
 
 
@@ -102,6 +103,15 @@ def test_forms_for_gpus_train_as_those_for_a_cpu(
     simulate(monkeypatch)
     name = f"{training} by {way}"
     train(place, name, *EVERY_TRAINING[training], *EVERY_WAY[way], model=model)
+    assert_same(expected, place / name)
+
+
+@pytest.mark.parametrize("way", ["arrays", "stages", "matrices", "rows"])
+def test_norms_of_queries_and_keys(place: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    expected = one_process(place, "LoRA", "normed")
+    simulate(monkeypatch)
+    name = f"normed by {way}"
+    train(place, name, *TRAININGS["LoRA"], *WAYS[way], model="normed")
     assert_same(expected, place / name)
 
 

@@ -92,7 +92,8 @@ def write_model(
         model: Any = mixtral.Model(mixtral.ModelArgs.from_dict(config))
     elif kind:
         config |= {"model_type": kind, "head_dim": hidden // 4, "max_position_embeddings": 4096}
-        config["rope_scaling"] = None
+        # A window in every other block, of the kinds that have any.
+        config |= {"rope_scaling": None, "sliding_window": 16, "sliding_window_pattern": 2}
         module: Any = import_module(f"mlx_lm.models.{kind}")
         model = module.Model(module.ModelArgs.from_dict(config))
     else:
