@@ -213,6 +213,28 @@ def test_a_split_that_is_asked_for_must_be_there(tmp_path: Path, split: str) -> 
     assert error.value.hint
 
 
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+def test_a_split_that_is_asked_for_needs_no_other(
+    tmp_path: Path, tiny_model: Path, split: str
+) -> None:
+    (write(tmp_path / "data", CLEAN) / "train.jsonl").rename(tmp_path / "data" / f"{split}.jsonl")
+    code, out = run(
+        tmp_path / "data", "--model", tiny_model, "--mask-prompt", "--split", split, "--json"
+    )
+    assert code == 0
+    splits = json.loads(out)["splits"]
+    assert set(splits) == {split}
+    assert splits[split]["examples"] == len(CLEAN)
+
+
+def test_a_part_of_the_test_set_that_is_missing_is_told(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", CLEAN)
+    (folder / "test-00000-of-00002.jsonl").write_bytes((folder / "train.jsonl").read_bytes())
+    with pytest.raises(DataError) as error:
+        run(folder, "--model", "no/such/model")
+    assert error.value.code == "data-part-missing"
+
+
 def test_lines_of_which_none_can_be_shown_fail(tmp_path: Path, tiny_model: Path) -> None:
     folder = write(tmp_path / "data", [*CLEAN, "not json"], VALID)
     options = (folder, "--model", tiny_model, "--mask-prompt", "--row")

@@ -33,7 +33,7 @@ from allhands.io.formatting import counted
 from allhands.io.terminal import counting
 from allhands.model.load import load_tokenizer
 from allhands.model.tokenizer import config_in, positions_of, vocabulary_of
-from allhands.run.datasets import chat_of, find_splits
+from allhands.run.datasets import chat_of, find_named
 from allhands.runtime.accelerator import detect
 
 # Number of texts of each split that are searched for near duplicates: this takes some seconds, and
@@ -204,22 +204,8 @@ def _sources(
     """Return the rows of the splits ``names`` as training would read them, the errors at which it
     would stop, and notes on the reading.
     """
-    wanted = {"train": True, "test": "test" in names, "val_batches": -1}
-    chosen = config.model_copy(update={**wanted, "early_stopping_patience": None})
-    try:
-        found = find_splits(chosen)
-    except DataError:
-        if len(names) == 1:
-            raise
-        found = find_splits(chosen.model_copy(update={"test": False}))
-    if len(names) == 1 and names[0] not in found:
-        raise DataError(
-            f"there is no {names[0]} set",
-            code="split-missing",
-            where="--split",
-            hint="leave --split out to check what is there; allhands data prepare makes all three",
-        )
-    there = {name: found[name] for name in names if name in found}
+    alone = len(names) == 1
+    there = find_named(config, {name: alone or name == "train" for name in names})
     rows = {name: _items(config, name, there.get(name)) for name in names}
     return rows, [_read_as(note, name) for name in there for note in there[name].notes()]
 

@@ -299,6 +299,27 @@ def find_splits(config: TrainConfig) -> dict[str, RecordSource]:
         wanted["valid"] = False
     if config.test:
         wanted[evaluated_split(config)] = True
+    found = find_named(config, wanted)
+    if "valid" in wanted and "valid" not in found and config.early_stopping_patience is not None:
+        raise DataError(
+            "early stopping needs validation data",
+            code="split-missing",
+            where=config.data,
+            hint="add valid.jsonl",
+        )
+    return found
+
+
+def find_named(config: TrainConfig, wanted: Mapping[str, bool]) -> dict[str, RecordSource]:
+    """Find the sources of splits, without those that are absent and not required.
+
+    Args:
+        wanted: names of splits, and whether each is required.
+
+    Raises:
+        DataError: the data, or a required split, is missing.
+        ConfigError: an option about columns has no effect.
+    """
     found: dict[str, RecordSource] = {}
     named = _splits_by_name(config)
     for split, required in wanted.items():
@@ -313,13 +334,6 @@ def find_splits(config: TrainConfig) -> dict[str, RecordSource]:
                 where=config.data if config.hf_dataset is None else "hf_dataset",
                 hint=f'name it: hf_dataset with {split}_split, for example "{split}"',
             )
-    if "valid" in wanted and "valid" not in found and config.early_stopping_patience is not None:
-        raise DataError(
-            "early stopping needs validation data",
-            code="split-missing",
-            where=config.data,
-            hint="add valid.jsonl",
-        )
     return found
 
 
