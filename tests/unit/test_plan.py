@@ -488,7 +488,7 @@ def test_computers_by_description(tmp_path: Path) -> None:
         (["--device", "M1 Pro, M2", "--machines", "4"], "one by one"),
         (["--device", "M1 Pro", "--machines", "0,x"], "--machines"),
         (["--device", "M1 Pro", "--price-per-kwh", "0.3", "--epochs", "2"], "number of steps"),
-        (["--device", "M1 Pro", "--picture", "chart.gif"], "cannot draw"),
+        (["--device", "M1 Pro", "--picture", "chart.gif"], "cannot be written as .gif"),
         (["--device", " , "], "no computer is named"),
     ],
 )

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from allhands.errors import ConfigError
-from allhands.io.pictures import picture_suffix
+from allhands.io.paths import output_file
+from allhands.io.pictures import PICTURES
 from allhands.plan import advice as chart
 from allhands.plan.advice import Offer, Situation, advise
 from allhands.plan.chart import arrows_of
@@ -180,7 +181,7 @@ def test_the_chart_says_how_long_and_why_it_goes_on() -> None:
 @pytest.mark.parametrize("name", ["", ".", "..", "/tmp"])
 def test_a_directory_is_no_name_of_a_picture(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        picture_suffix(Path(name))
+        output_file(Path(name), PICTURES)
     assert caught.value.code == "output-name-invalid"
 
 

@@ -24,6 +24,7 @@ from allhands.infer.comparing import (
 )
 from allhands.io.files import make_directory, write_whole
 from allhands.io.formatting import counted
+from allhands.io.paths import require_directory_name
 from allhands.io.pictures import DRAWN_HERE
 from allhands.io.terminal import console_for
 from allhands.model.load import get_model
@@ -43,6 +44,7 @@ def demo(asked: Demo) -> None:
     """Run the verb."""
     console = console_for()
     started = time.perf_counter()
+    require_directory_name(asked.out)
     for name, mark in _WRITTEN.items():
         if (asked.out / name).exists() and mark not in (asked.out / name).read_bytes():
             raise ConfigError(

@@ -21,7 +21,8 @@ from allhands.config.schema import TrainConfig, build_config
 from allhands.config.yaml_files import read_yaml
 from allhands.errors import ConfigError
 from allhands.io.files import require_ours, require_writable
-from allhands.io.pictures import DRAWN_HERE, picture_suffix
+from allhands.io.paths import output_file
+from allhands.io.pictures import DRAWN_HERE, PICTURES
 from allhands.io.terminal import echo, print_json, tell
 from allhands.plan.job import Prices
 from allhands.plan.kept import keep_in
@@ -80,8 +81,7 @@ def _place_of(picture: Path | None, *, force: bool) -> Path | None:
         StorageError: the file cannot be written.
     """
     if picture is not None:
-        suffix = picture_suffix(picture)
-        picture = picture if picture.suffix else picture.with_suffix(suffix)
+        picture = output_file(picture, PICTURES)
         require_ours(picture, [DRAWN_HERE], "picture of ours", force=force, option="--picture")
         require_writable(picture)
     return picture

@@ -7,7 +7,8 @@ from pathlib import Path
 from allhands.cli.verbs_runs import Plot
 from allhands.errors import DataError
 from allhands.io.files import require_ours
-from allhands.io.pictures import DRAWN_HERE
+from allhands.io.paths import output_file
+from allhands.io.pictures import DRAWN_HERE, PICTURES
 from allhands.io.terminal import console_for
 from allhands.observe.metrics import read_metrics
 from allhands.observe.monitor import Sample, read_samples
@@ -17,17 +18,18 @@ from allhands.observe.times import times_table
 
 def plot(asked: Plot) -> None:
     """Run the verb."""
+    out = output_file(asked.out, PICTURES)
     histories = [read_metrics(run) for run in asked.runs]
     samples = _samples(asked.runs[0]) if len(asked.runs) == 1 else None
-    for file in (asked.out,) if samples is None else (asked.out, _beside(asked.out)):
+    for file in (out,) if samples is None else (out, _beside(out)):
         require_ours(file, [DRAWN_HERE], "picture of runs", force=asked.force)
-    written = plot_losses(histories, asked.out, title=asked.title)
+    written = plot_losses(histories, out, title=asked.title)
     console = console_for()
     console.print(times_table(histories))
     console.print(f"graph: {written}", highlight=False, soft_wrap=True)
     if samples is not None:
         # A second picture shows the run's processes.
-        memory = plot_memory(samples, _beside(asked.out), title=asked.title)
+        memory = plot_memory(samples, _beside(out), title=asked.title)
         console.print(f"memory: {memory}", highlight=False, soft_wrap=True)
 
 

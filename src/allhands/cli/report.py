@@ -8,30 +8,28 @@ from pathlib import Path
 from allhands.cli.verbs_runs import Report
 from allhands.errors import ConfigError
 from allhands.io.files import make_directory, require_ours, write_whole
+from allhands.io.paths import output_file
 from allhands.io.terminal import echo, one_line
 from allhands.observe.metrics import METRICS_FILE
 from allhands.report import html, make_page, markdown, read_facts, to_html, to_markdown
+
+_MARKDOWN = ".md"
 
 
 def report(asked: Report) -> None:
     """Run the verb."""
     _require_different(asked.runs)
-    target = asked.out or _usual(asked.runs)
-    if target.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(
-            f"{target} is no name of an HTML file",
-            code="output-name-invalid",
-            where="--out",
-            hint="choose one that ends in .html",
-        )
-    beside = target.with_suffix(".md")
-    for file in (target, beside):
+    target = output_file(asked.out or _usual(asked.runs), (".html", ".htm", _MARKDOWN))
+    named = target.suffix.lower() == _MARKDOWN
+    in_html = target.with_suffix(".html") if named else target
+    in_markdown = target if named else target.with_suffix(_MARKDOWN)
+    for file in (in_html, in_markdown):
         require_ours(
             file, [html.MARK.encode(), markdown.MARK.encode()], "report", force=asked.force
         )
     found = [read_facts(run) for run in asked.runs]
     page = make_page(found, title=asked.title, now=time.time())
-    texts = {target: to_html(page), beside: to_markdown(page)}
+    texts = {in_html: to_html(page), in_markdown: to_markdown(page)}
     # Private, because the page has content of the run's private files: prompts, answers,
     # directories.
     make_directory(target.parent, private=True)
@@ -47,7 +45,7 @@ def report(asked: Report) -> None:
             echo(f"  {one.text}")
         for note in part.notes:
             echo(f"  {one_line(note)}")
-    echo(f"report: {target}\nas Markdown: {beside}")
+    echo(f"report: {in_html}\nas Markdown: {in_markdown}")
 
 
 def _require_different(runs: list[Path]) -> None:

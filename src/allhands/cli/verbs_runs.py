@@ -22,7 +22,7 @@ Out = Annotated[
     Option(
         "--out",
         "-o",
-        help="HTML file to write, with Markdown beside it. [RUN/report.html; for several runs report.html]",
+        help="File to write, .html or .md; the other is written beside it. [RUN/report.html; of several runs: report.html]",
     ),
 ]
 
@@ -110,7 +110,9 @@ class Plot(NamedTuple):
         list[Path],
         Argument(metavar="RUN...", help="Run directories or metrics.jsonl files."),
     ]
-    out: Annotated[Path, Option("--out", "-o", help="PNG to write.")] = Path("loss.png")
+    out: Annotated[Path, Option("--out", "-o", help="Picture to write: .png, .svg or .pdf.")] = (
+        Path("loss.png")
+    )
     title: Annotated[str | None, Option(help="Title of the graph.")] = None
     force: Annotated[
         bool, Option("--force", help="Replace a file that is no picture of allhands.")

@@ -14,6 +14,7 @@ from allhands.data.splits import full_places, split_of_folder
 from allhands.data.templates import ChatChoice
 from allhands.errors import DataError
 from allhands.io.files import make_directory, require_ours, require_writable, write_whole
+from allhands.io.paths import output_file
 from allhands.observe.metrics import ANSWERS_FILE, METRICS_FILE
 
 if TYPE_CHECKING:
@@ -54,12 +55,14 @@ def place_of_answers(adapter_path: Path, out: Path | None, *, force: bool) -> Pa
     is neither.
 
     Raises:
-        ConfigError: the file exists and is no comparison, and ``force`` is false.
+        ConfigError: ``out`` is no name of a JSON file; or the file exists and is no comparison, and
+            ``force`` is false.
         StorageError: the file cannot be written.
     """
     if out is None and (adapter_path / METRICS_FILE).exists():
         out = adapter_path / ANSWERS_FILE
     if out is not None:
+        out = output_file(out, (".json",))
         require_ours(out, [SCORED], "comparison of answers", force=force)
         make_directory(out.parent)
         require_writable(out)

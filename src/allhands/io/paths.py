@@ -6,12 +6,19 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from allhands.errors import ConfigError
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes
+# Endings of files that people expect from commands that write a directory.
+_FILES = frozenset(
+    (
+        *(".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md", ".html", ".png"),
+        *(".safetensors", ".gguf", ".npz", ".bin", ".pt", ".zip", ".gz", ".tar", ".yaml", ".yml"),
+    )
+)
 # Environment variables whose values are paths.
 VARIABLES = (
     *(
@@ -95,6 +102,49 @@ def meant(path: str | os.PathLike[str], hint: str) -> str:
     """
     near = near_paths(path)
     return f"did you mean {' or '.join(near)}; or {hint}" if near else hint
+
+
+def output_file(path: Path, forms: Sequence[str]) -> Path:
+    """Return the path of a file to write; a name without a suffix gets the first of ``forms``.
+
+    Args:
+        forms: the suffixes of the forms in which it can be written, in lower case.
+
+    Raises:
+        ConfigError: ``path`` is a directory, or its suffix names another form.
+    """
+    if path.name in ("", "..") or path.is_dir():
+        raise ConfigError(
+            "this is a directory, not the name of a file",
+            code="output-name-invalid",
+            where=str(path),
+            hint=f"name a file in it: {path / f'NAME{forms[0]}'}",
+        )
+    if not path.suffix:
+        return path.with_name(path.name + forms[0])
+    if path.suffix.lower() not in forms:
+        raise ConfigError(
+            f"the file cannot be written as {path.suffix}",
+            code="output-name-invalid",
+            where=str(path),
+            hint=f"choose a name that ends in {', '.join(forms)}",
+        )
+    return path
+
+
+def require_directory_name(path: Path) -> None:
+    """Refuse the name of a file for a directory that will be made.
+
+    Raises:
+        ConfigError: nothing has this name yet, and its suffix is that of a file.
+    """
+    if path.suffix.lower() in _FILES and not os.path.lexists(path):
+        raise ConfigError(
+            f"a directory is written, but {path.suffix} is the ending of a file",
+            code="output-name-invalid",
+            where=str(path),
+            hint=f"name a directory: {path.with_suffix('')}",
+        )
 
 
 def require_words(text: str) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from allhands.errors import ConfigError
 from allhands.io.files import make_directory, write_whole
+from allhands.io.paths import output_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,34 +85,9 @@ STYLE: dict[str, object] = {
     "legend.frameon": False,
     "legend.fontsize": 10,
 }
-_FORMATS = (".png", ".svg", ".pdf")
+PICTURES = (".png", ".svg", ".pdf")
 # A mark near the beginning or end of every picture that is drawn here, and of no other picture.
 DRAWN_HERE = b"allhands, with Matplotlib"
-
-
-def picture_suffix(path: Path) -> str:
-    """Return the suffix of a picture's name, ``.png``, ``.svg`` or ``.pdf``; ``.png`` if it has
-    none.
-
-    Raises:
-        ConfigError: the suffix names another format, or ``path`` is a directory.
-    """
-    if not path.name or path.name == ".." or os.path.isdir(path):
-        raise ConfigError(
-            "this is a directory, not a picture's name",
-            code="output-name-invalid",
-            where=str(path),
-            hint="as in DIRECTORY/chart.png",
-        )
-    suffix = path.suffix.lower() or ".png"
-    if suffix not in _FORMATS:
-        raise ConfigError(
-            f"cannot draw a picture as {suffix!r}",
-            code="output-name-invalid",
-            where=str(path),
-            hint=f"choose a name that ends in {', '.join(_FORMATS)}",
-        )
-    return suffix
 
 
 @contextmanager
@@ -126,7 +100,7 @@ def picture(
     It is made without pyplot. The caller's Matplotlib settings have no effect and do not change.
 
     Args:
-        out: the file; ``.png``, ``.svg`` or ``.pdf``; PNG without a suffix.
+        out: the file; ``.png``, ``.svg`` or ``.pdf``; without a suffix it gets ``.png``.
         inches: width and height of the figure.
         private: True if the picture, and directories that are made for it, are for their owner
             alone.
@@ -140,7 +114,8 @@ def picture(
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    suffix = picture_suffix(out)
+    out = output_file(out, PICTURES)
+    suffix = out.suffix.lower()
     maker = {"Software" if suffix == ".png" else "Creator": DRAWN_HERE.decode()}
     with matplotlib.style.context(["default", STYLE]):
         figure = Figure(

@@ -29,6 +29,7 @@ from allhands.io.files import (
     storage_error_of,
     sync,
 )
+from allhands.io.paths import require_directory_name
 
 _PARTIAL, _REPLACED = "partial", "replaced"
 _SCRATCH, _OWNED = "allhands-", ".owner"
@@ -114,8 +115,10 @@ def require_place(out: Path, kind: str, files: tuple[str, ...], *, force: bool) 
         files: names of all files that such a directory can hold; it always holds the first.
 
     Raises:
-        ConfigError: ``out`` is a file or another kind of directory, or ``force`` is missing.
+        ConfigError: ``out`` is a file, another kind of directory or the name of a file, or
+            ``force`` is missing.
     """
+    require_directory_name(out)
     if not out.exists():
         return
     if not out.is_dir():

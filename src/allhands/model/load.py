@@ -26,6 +26,7 @@ from allhands.errors import ConfigError, ModelError
 from allhands.io.files import write_error
 from allhands.io.formatting import counted
 from allhands.io.names import BEST_MODEL, MODEL, MODELS_OF_A_RUN
+from allhands.io.paths import require_directory_name
 from allhands.io.staging import publish, same_files, staging
 from allhands.io.trees import flatten, unflatten
 from allhands.model.fingerprints import begin_fingerprint, earlier_fingerprint, fingerprint
@@ -426,6 +427,7 @@ def check_target(target: Path, source: Path, force: bool) -> None:
             where=str(target),
             hint="choose another output directory",
         )
+    require_directory_name(target)
     if target.exists() and not target.is_dir():
         raise ConfigError(
             "there is a file of that name",

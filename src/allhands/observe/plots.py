@@ -15,6 +15,7 @@ from matplotlib.lines import Line2D
 
 from allhands.errors import DataError
 from allhands.io.formatting import format_bytes, format_mark
+from allhands.io.paths import output_file
 from allhands.io.pictures import (
     DASHED,
     DIRECTORS,
@@ -22,6 +23,7 @@ from allhands.io.pictures import (
     MARKERS,
     OTHER,
     PHASES,
+    PICTURES,
     RANKS,
     RUNS,
     picture,
@@ -83,7 +85,7 @@ def plot_losses(
         ConfigError: the suffix names another format.
         StorageError: ``out`` cannot be written.
     """
-    out, labels = Path(out), names_of(runs)
+    out, labels = output_file(Path(out), PICTURES), names_of(runs)
     charts = {one.key: one for one in loss_charts(labels, runs)}
     if not charts.keys() >= {"loss-steps", "loss-time"}:
         raise DataError(
@@ -247,6 +249,7 @@ def plot_memory(
         ConfigError: the suffix names another format.
         StorageError: ``out`` cannot be written.
     """
+    out = output_file(Path(out), PICTURES)
     if not can_be_drawn(samples):
         raise DataError(
             "too few samples of memory for a picture",

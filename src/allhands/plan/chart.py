@@ -15,7 +15,8 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from allhands.io.formatting import format_duration
-from allhands.io.pictures import GREY, picture
+from allhands.io.paths import output_file
+from allhands.io.pictures import GREY, PICTURES, picture
 from allhands.observe.charts import time_unit
 from allhands.plan import advice as chart
 from allhands.plan.advice import Advice, Outcome
@@ -105,7 +106,7 @@ def draw_chart(outlook: Outlook, out: Path) -> Path:
         ConfigError: the suffix of ``out`` is no picture's.
         StorageError: the picture cannot be written.
     """
-    out = out if out.suffix or not out.name else out.with_suffix(".png")
+    out = output_file(out, PICTURES)
     title = outlook.advice.title
     heading = textwrap.wrap(f"Is distributing worth it? {title[0].upper()}{title[1:]}", 50)
     told = [line for text in told_of(outlook) for line in textwrap.wrap(text, 76) or [""]]

@@ -21,6 +21,7 @@ from allhands.data.records import Record
 from allhands.data.splits import RecordSource
 from allhands.errors import ConfigError
 from allhands.io.files import make_directory, write_whole
+from allhands.io.paths import require_directory_name
 
 # Questions held out of each topic's twenty, so that every split covers every topic.
 VALID_PER_TOPIC = TEST_PER_TOPIC = 2
@@ -65,9 +66,11 @@ def write_demo_data(directory: Path) -> dict[str, int]:
         The number of rows of each split.
 
     Raises:
-        ConfigError: there are files of these names with other data.
+        ConfigError: there are files of these names with other data, or ``directory`` is named like
+            a file.
         StorageError: the files cannot be written.
     """
+    require_directory_name(directory)
     make_directory(directory)
     texts = {
         f"{name}.jsonl": "".join(
