@@ -12,15 +12,14 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
-from command_line import call_allhands, changed
+from command_line import changed
 from hostile import Job, history, run
 from mlx_lm.utils import load_model
 from plain_loop import chats, numpy_loss
-from tiny import run_allhands, write_chat_data, write_model
+from tiny import write_chat_data, write_model
 
 from allhands.cluster.mpi import find_mpi
 
@@ -384,48 +383,3 @@ def test_what_is_refused_leaves_the_run_before_as_it_was(
     assert len(before) > 5
     Job(*train("--data", "data", "--adapter-path", own), *more, cwd=place).fails(2, words)
     assert before == {path: path.stat().st_mtime_ns for path in before}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        "train --train --model demo --data dta/chats",
-        "train --train --config rn.yaml",
-        "data prepare data/cats --out o",
-        "generate --prompt x --model modls/x",
-        "generate --prompt x --model ./modls/x",
-        "generate --prompt x --adapter-path ru1",
-        "generate --prompt x --model demo --chat-template rn.yaml",
-        "fuse --adapter-path ru1",
-        "export --to hf --out o --adapter-path ru1",
-        "import --from peft ru1 --out o",
-        "report ru1",
-        "plot ru1",
-        "monitor ru1",
-        "dashboard ru1",
-        "checkpoint list ru1",
-        "upload ru1 --to a/b",
-        "compare --adapter-path ru1",
-        "tokenizer show ru1 text",
-    ],
-)
-def test_a_path_that_is_almost_one_that_exists_is_named(words: str, tmp_path: Path) -> None:
-    for there in ("data/chats", "run1", "models/x"):
-        (tmp_path / there).mkdir(parents=True)
-    (tmp_path / "data/chats/train.jsonl").write_text('{"text": "x"}\n')
-    (tmp_path / "run.yaml").write_text("iters: 1\n")
-    call: Any = run_allhands if words.startswith("train") else call_allhands
-    done = call(*words.split(), cwd=tmp_path, env={"HF_HUB_OFFLINE": "1"})
-    assert done.returncode not in (0, 1)
-    assert any(
-        f"did you mean {near};" in done.stderr
-        for near in ("data/chats", "run1", "run.yaml", "models/x")
-    )
-    if call is run_allhands:
-        return
-    # And nothing is guessed where nothing is alike.
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    (alone / "zebra").mkdir()
-    assert "did you mean" not in call(*words.split(), cwd=alone, env={"HF_HUB_OFFLINE": "1"}).stderr

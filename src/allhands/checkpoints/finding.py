@@ -209,8 +209,15 @@ def place_of(path: Path) -> Path:
         else "there is no such file or directory"
     )
     raise CheckpointError(
-        what, code="checkpoint-missing", where=str(path), hint=meant(path, _WHAT_TO_GIVE)
+        what,
+        code="checkpoint-missing",
+        where=str(path),
+        hint=meant(path, _WHAT_TO_GIVE, _has_checkpoint),
     )
+
+
+def _has_checkpoint(path: Path) -> bool:
+    return bool(look_at(place_of(path), verify=False))
 
 
 def all_in(place: Path, *, verify: bool) -> list[FoundCheckpoint]:
@@ -248,7 +255,7 @@ def find(text: str, run_dir: Path, *, verify: bool = True) -> Checkpoint:
         raise _lost(
             path,
             "there is no such directory",
-            meant(path, _advice(run_dir)),
+            meant(path, _advice(run_dir), lambda near: find(str(near), run_dir, verify=False)),
             code="checkpoint-missing",
         )
     if is_checkpoint(path):

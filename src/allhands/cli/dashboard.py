@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from types import FrameType
 from urllib.parse import quote
 
@@ -24,7 +25,7 @@ def dashboard(asked: Dashboard) -> None:
             there,
             code="run-missing",
             where=str(asked.runs),
-            hint=meant(asked.runs, "give a directory with runs"),
+            hint=meant(asked.runs, "give a directory with runs", Path.is_dir),
         )
 
     listening = listen(asked.host, asked.port, token=token, names=asked.name or ())

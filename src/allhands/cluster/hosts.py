@@ -239,7 +239,7 @@ def _read(path: Path) -> str:
             f"the hostfile cannot be read: {reason}",
             code="hostfile-unreadable",
             where=str(path),
-            hint=meant(path, hint),
+            hint=meant(path, hint, read_hostfile),
         ) from None
 
 

@@ -28,7 +28,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         reason = "it is not UTF-8 text"
         hint = "save it as UTF-8: editors offer this when they save a file"
         if isinstance(error, OSError):
-            reason, hint = str(error.strerror), meant(path, "check the path after --config")
+            reason, hint = (
+                str(error.strerror),
+                meant(path, "check the path after --config", read_yaml),
+            )
         raise ConfigError(
             f"the configuration file cannot be read: {reason}",
             code="config-file-unreadable",

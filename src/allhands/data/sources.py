@@ -40,6 +40,8 @@ from allhands.io.paths import meant
 _HUB = re.compile(r"(?:hf://(?:datasets/)?|https://huggingface\.co/datasets/)")
 # Stems of files that describe a Hub dataset and hold no data.
 _ABOUT_DATA = {"readme", "license", "licence", "notice", "changelog"}
+# Directories of a proposed directory that are searched for data.
+_LOOKED = 100
 # Files that `data prepare` writes beside the data.
 REPORT, LEFT_OUT = "report.json", "left-out.jsonl"
 
@@ -173,10 +175,21 @@ def _local(name: str, options: SourceOptions) -> list[Source]:
     if not name or not os.path.exists(path):
         hint = f"check the name: there is no {path.name} in {path.parent.absolute()}; a dataset of the Hub is OWNER/NAME"
         raise DataError(
-            "no such file or directory", code="data-missing", where=name, hint=meant(path, hint)
+            "no such file or directory",
+            code="data-missing",
+            where=name,
+            hint=meant(path, hint, _is_readable),
         )
     require_type(path, name)
     return _file(path, (path.parent.name,), options)
+
+
+def _is_readable(path: Path) -> bool:
+    """Return True if a file, or one of the first files in a directory, has a type that is read."""
+    files = (name for _, _, names in islice(os.walk(path), _LOOKED) for name in names)
+    return any(
+        file_type(Path(name)) is not None for name in ([path.name] if path.is_file() else files)
+    )
 
 
 def _file(path: Path, folders: Sequence[str], options: SourceOptions) -> list[Source]:
@@ -316,7 +329,7 @@ def _hub_sources(name: str, options: SourceOptions) -> list[Source]:
             name, name=options.hub_config, split=options.hub_split, streaming=options.streaming
         )
     except DataError as error:
-        error.hint = meant(name, error.hint or "check the name")
+        error.hint = meant(name, error.hint or "check the name", _is_readable)
         raise
     parts = {options.hub_split: loaded} if options.hub_split else loaded
     return [

@@ -25,7 +25,7 @@ from allhands.data.records import ColumnNames, Record, parse_record
 from allhands.data.saved import saved_files, saved_split, why_no_data
 from allhands.data.store import input_hash
 from allhands.errors import AllhandsError, ConfigError, DataError
-from allhands.io.paths import meant
+from allhands.io.paths import Fits, meant
 
 _PART = re.compile(
     r"(?P<before>.*?)(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]+)?(?P<after>\..*)?$"
@@ -52,7 +52,7 @@ _CALLED = {"valid": ("valid", "validation", "val", "dev")}
 
 
 def split_of_folder(
-    data_dir: Path, split: str, columns: ColumnNames, *, required: bool
+    data_dir: Path, split: str, columns: ColumnNames, *, required: bool, alone: bool = False
 ) -> RecordSource | None:
     """Return the records of ``data_dir/{split}.jsonl`` (or ``.json``); None if the split is absent
     and not required.
@@ -64,12 +64,13 @@ def split_of_folder(
 
     Args:
         split: "train", "valid" or "test".
+        alone: whether a file of rows can be named in place of a folder; for advice.
 
     Raises:
         DataError: the folder, a required file, or one of several parts (``train-00001-of-00002``)
             is missing or unreadable. Reading the records raises it for a malformed record.
     """
-    names = _entries(data_dir)
+    names = _entries(data_dir, lambda near: has_split(near, split, alone=alone))
     if files := _found(data_dir, split, names):
         return _source_of_files(files, [str(path.relative_to(data_dir)) for path in files], columns)
     if not required:
@@ -84,6 +85,20 @@ def split_of_folder(
         where=str(data_dir),
         hint=unread[0] if unread else hint,
     )
+
+
+def has_split(path: Path, split: str, *, alone: bool = False) -> bool:
+    """Return True if a folder has this split.
+
+    Args:
+        alone: whether a file of rows also counts.
+
+    Raises:
+        DataError: the folder cannot be read, or a part of the split is missing.
+    """
+    if path.is_file():
+        return alone and file_type(path) is not None
+    return bool(_found(path, split, _entries(path)))
 
 
 def _found(data_dir: Path, split: str, names: Sequence[str]) -> Sequence[Path] | None:
@@ -171,7 +186,7 @@ def _source_of_files(
     )
 
 
-def _entries(data_dir: Path) -> list[str]:
+def _entries(data_dir: Path, fits: Fits = Path.is_dir) -> list[str]:
     try:
         if data_dir.is_file():
             hint = (
@@ -192,7 +207,7 @@ def _entries(data_dir: Path) -> list[str]:
                 "the data folder does not exist",
                 code="data-missing",
                 where=str(data_dir),
-                hint=meant(data_dir, hint),
+                hint=meant(data_dir, hint, fits),
             )
         return sorted(entry.name for entry in data_dir.iterdir())
     except OSError as error:

@@ -127,7 +127,7 @@ def read_template(name: str, *, kept: bool = False) -> str:
             f"{problem}, and no chat template of that name",
             code="chat-template-unknown",
             where=where,
-            hint=meant(path, hint),
+            hint=meant(path, hint, lambda near: read_template(str(near))),
         ) from None
     if not isinstance(text, str) or "messages" not in text:
         raise ConfigError(

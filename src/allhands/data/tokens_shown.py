@@ -46,7 +46,7 @@ def load_tokenizer_file(directory: Path) -> Tokenizer:
             "there is no tokenizer.json",
             code="tokenizer-missing",
             where=str(directory),
-            hint=meant(directory, hint),
+            hint=meant(directory, hint, lambda near: (near / file.name).is_file()),
         )
     try:
         return Tokenizer.from_file(str(file))

@@ -17,6 +17,11 @@ _ELSE = "give a directory that allhands fuse, export or train wrote"
 _KNOWN = ("config.json", "adapter_config.json", "Modelfile")
 
 
+def _is_whole(directory: Path) -> bool:
+    known = any((directory / name).is_file() for name in _KNOWN)
+    return known or any(directory.glob("*.gguf"))
+
+
 def upload(directory: Path, repo: str, *, private: bool, message: str) -> str:
     """Upload a model's or an adapter's directory as one commit; the address of the repository.
 
@@ -29,11 +34,9 @@ def upload(directory: Path, repo: str, *, private: bool, message: str) -> str:
             "there is no such directory",
             code="model-missing",
             where=str(directory),
-            hint=meant(directory, _ELSE),
+            hint=meant(directory, _ELSE, _is_whole),
         )
-    if not any((directory / name).is_file() for name in _KNOWN) and not list(
-        directory.glob("*.gguf")
-    ):
+    if not _is_whole(directory):
         raise ModelError(
             "there is no model and no adapter in it",
             code="model-missing",

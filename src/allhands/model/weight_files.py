@@ -62,6 +62,16 @@ def present(path: Path) -> list[Path]:
     return sorted(path.glob(PATTERN))
 
 
+def is_weights(path: Path) -> bool:
+    """Return True for a file of weights that MLX reads, by its name."""
+    return path.suffix in (".safetensors", ".npz", ".gguf") and path.is_file()
+
+
+def is_model(path: Path) -> bool:
+    """Return True if a directory holds a model: its description, and weights."""
+    return (path / "config.json").is_file() and bool(present(path))
+
+
 def absent(path: Path) -> dict[str, WeightFile]:
     """Return the model's files that are missing in the directory ``path``, by name, from its list.
 

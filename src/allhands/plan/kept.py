@@ -266,7 +266,7 @@ def read_plan(file: Path) -> KeptPlan:
         content: Any = json.loads(file.read_bytes())
     except OSError as error:
         told = f"the plan cannot be read: {error.strerror}"
-        raise _fault(file, told, hint=meant(file, _HINT)) from None
+        raise _fault(file, told, hint=meant(file, _HINT, read_plan)) from None
     except (ValueError, RecursionError):
         raise _fault(file, "the plan is torn: it is no whole JSON") from None
     if not isinstance(content, dict):

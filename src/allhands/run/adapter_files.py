@@ -20,6 +20,7 @@ from allhands.io.names import (
     MODELS_OF_A_RUN,
 )
 from allhands.io.paths import meant
+from allhands.model.weight_files import is_model
 from allhands.observe.judging import harm
 from allhands.observe.metrics import RunHistory, read_metrics
 
@@ -144,9 +145,7 @@ def instead_of(adapter_path: Path) -> str | None:
         if one.checkpoint is not None and one.error is None
     ]
     for step, path in whole:
-        if path.resolve() != adapter_path.resolve() and all(
-            (path / name).is_file() for name in _FILES
-        ):
+        if path.resolve() != adapter_path.resolve() and _holds_adapter(path):
             return f"the checkpoint of step {step} is whole: --adapter-path {path}"
     numbered = [
         file.name for file in sorted(run.glob(_NUMBERED), reverse=True) if not _torn_by(file)
@@ -167,10 +166,14 @@ def _torn_by(weights: Path) -> Exception | None:
     return None
 
 
+def _holds_adapter(directory: Path) -> bool:
+    return all((directory / name).is_file() for name in _FILES)
+
+
 def what_is(directory: Path) -> tuple[str, str]:
     """Return the content of a place where an adapter was looked for, and a remedy, in words."""
     if not directory.exists():
-        return "there is no such directory", meant(directory, _ELSE)
+        return "there is no such directory", meant(directory, _ELSE, _holds_adapter)
     if not directory.is_dir():
         hint = f"give the directory that it is in: --adapter-path {directory.parent}"
         return "this is a file, not a directory", hint
@@ -179,10 +182,10 @@ def what_is(directory: Path) -> tuple[str, str]:
     # A run of pre-training has models; they come before its checkpoints, which hold no adapter
     # either.
     inside = [
-        f"--model {path.parent}" for path in sorted(directory.glob("*/config.json"), reverse=True)
+        f"--model {path}" for path in sorted(directory.glob("*/"), reverse=True) if is_model(path)
     ]
     inside += [
-        f"--adapter-path {path.parent}" for path in sorted(directory.glob(f"*/{WEIGHTS_FILE}"))
+        f"--adapter-path {path}" for path in sorted(directory.glob("*/")) if _holds_adapter(path)
     ]
     if peft := of_peft(directory):
         hint = peft.partition(": ")[2]

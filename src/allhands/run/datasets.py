@@ -21,6 +21,7 @@ from allhands.data.records import ColumnNames
 from allhands.data.splits import (
     RecordSource,
     full_places,
+    has_split,
     own_splits,
     source_of_one_file,
     split_of_folder,
@@ -321,7 +322,7 @@ def find_named(config: TrainConfig, wanted: Mapping[str, bool]) -> dict[str, Rec
         ConfigError: an option about columns has no effect.
     """
     found: dict[str, RecordSource] = {}
-    named = _splits_by_name(config)
+    named = _splits_by_name(config, next(iter(wanted), "train"))
     for split, required in wanted.items():
         with full_places(Path(config.data)):
             source = _source(config, split, required, named)
@@ -337,28 +338,33 @@ def find_named(config: TrainConfig, wanted: Mapping[str, bool]) -> dict[str, Rec
     return found
 
 
-def _splits_by_name(config: TrainConfig) -> dict[str, str] | None:
-    """Return the splits of the Hub dataset that ``data`` names; ``None`` if it names none."""
+def _splits_by_name(config: TrainConfig, split: str) -> dict[str, str] | None:
+    """Return the splits of the Hub dataset that ``data`` names; ``None`` if it names none.
+
+    Args:
+        split: the split that is needed first; for advice.
+    """
     path = Path(config.data)
     # A name with one slash may be a dataset of the Hub, unless its first part is a folder here.
     named = config.data.count("/") == 1 and not config.data.startswith((".", "/", "~"))
     if config.hf_dataset is not None or not named or path.exists() or path.parent.is_dir():
         return None
-    with _no_folder_either(config):
+    with _no_folder_either(config, split):
         return own_splits(config.data)
 
 
 @contextmanager
-def _no_folder_either(config: TrainConfig) -> Generator[None, None, None]:
+def _no_folder_either(config: TrainConfig, split: str) -> Generator[None, None, None]:
     try:
         yield
     except DataError as error:
+        fits = partial(has_split, split=split, alone=pretraining(config) is not None)
         message = f"there is no such folder here, and as a dataset of the Hub: {error.message}"
         raise DataError(
             message,
             code="data-missing",
             where=config.data,
-            hint=meant(config.data, f"check the path; or {error.hint}"),
+            hint=meant(config.data, f"check the path; or {error.hint}", fits),
         ) from error
 
 
@@ -379,15 +385,16 @@ def _source(
 
         return demo_source(split)
     if named is not None:
-        with _no_folder_either(config):
+        with _no_folder_either(config, split):
             return split_of_hub({"path": config.data, **named, **features}, split)
     path = Path(config.data)
-    if pretraining(config) is not None and path.is_file():
+    alone = pretraining(config) is not None
+    if alone and path.is_file():
         if split == "train":
             return source_of_one_file(path, columns)
         if not required:
             return None
-    return split_of_folder(path, split, columns, required=required)
+    return split_of_folder(path, split, columns, required=required, alone=alone)
 
 
 def _refuse_features(config: TrainConfig, feature: str) -> None:

@@ -10,6 +10,7 @@ from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import TrainConfig
 from allhands.errors import ConfigError, ModelError
 from allhands.io.paths import meant
+from allhands.model.weight_files import is_weights
 from allhands.run.context import RunContext
 
 
@@ -63,5 +64,5 @@ def require_weights(config: TrainConfig, hint: str | None = None) -> None:
         f"{problem} (--resume-adapter-file)",
         code="adapter-missing",
         where=str(file),
-        hint=hint or meant(file, f"give the {weights} of an earlier run"),
+        hint=hint or meant(file, f"give the {weights} of an earlier run", is_weights),
     )

@@ -102,7 +102,7 @@ def _found(word: str, notes: list[str]) -> Iterator[FoundFile]:
             "there is no such file or directory",
             code="path-missing",
             where=word,
-            hint=meant(path, "check the path"),
+            hint=meant(path, "check the path", Path.exists),
         )
     base, at = _place(word, path)
     first, *rest = Path(at).parts if base == "hub" else ("",)

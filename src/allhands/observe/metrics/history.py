@@ -116,7 +116,7 @@ def read_metrics(path: Path | str) -> RunHistory:
             f"no metrics: {error.strerror or error}",
             code="metrics-missing",
             where=str(file),
-            hint=meant(path, hint),
+            hint=meant(path, hint, read_metrics),
         ) from error
     decoded = [(line, decode_event(line)) for line in text.split("\n")]
     events = [event for _, event in decoded if event is not None]

@@ -182,7 +182,7 @@ def require_run(run: Path) -> None:
             "there is no such directory",
             code="run-missing",
             where=str(run),
-            hint=meant(run, "give the directory of a run"),
+            hint=meant(run, "give the directory of a run", read_samples),
         )
 
 
