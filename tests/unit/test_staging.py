@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -28,6 +29,15 @@ with staging(Path(sys.argv[1])) as staged:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(self, target)
     Path.rename = rename
+    publish(staged, Path(sys.argv[1]))
+"""
+
+PUBLISHES = """
+import sys
+from pathlib import Path
+from allhands.io.staging import publish, staging
+with staging(Path(sys.argv[1])) as staged:
+    (staged / "new").touch()
     publish(staged, Path(sys.argv[1]))
 """
 
@@ -271,3 +281,32 @@ def test_force_is_offered_only_where_it_helps(
         with pytest.raises(ConfigError) as caught:
             require_place(file, "an export", ("a.bin", "README.md"), force=forced)
         assert "--force" not in (caught.value.hint or "")
+
+
+def test_a_job_that_has_locked_the_directory_above_stops_nobody(tmp_path: Path) -> None:
+    """A running job has the lock on its run directory, in which its ranks publish ``best``."""
+    job = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(job, fcntl.LOCK_EX)
+    done = [sys.executable, "-c", PUBLISHES, str(tmp_path / "out")]
+    try:
+        subprocess.run(done, check=True, timeout=60)
+    finally:
+        os.close(job)
+    assert names(tmp_path) == ["out"]
+    assert names(tmp_path / "out") == ["new"]
+
+
+def test_one_staged_directory_can_hold_another(tmp_path: Path) -> None:
+    with staging(tmp_path / "out") as staged:
+        with staging(staged / "inner") as inner:
+            (inner / "new").touch()
+            publish(inner, staged / "inner")
+        publish(staged, tmp_path / "out")
+    assert names(tmp_path) == ["out"]
+    assert names(tmp_path / "out" / "inner") == ["new"]
+
+
+def test_a_lock_that_a_killed_process_left_is_taken(tmp_path: Path) -> None:
+    (tmp_path / ".out.publishing").touch()
+    subprocess.run([sys.executable, "-c", PUBLISHES, str(tmp_path / "out")], check=True, timeout=60)
+    assert names(tmp_path) == ["out"]

@@ -48,7 +48,7 @@ from allhands.data.splitting import (
 from allhands.data.spool import Spool
 from allhands.data.twins import find_twins, report_duplicates
 from allhands.errors import ConfigError, DataError
-from allhands.io.staging import publish, publishing, require_place, staging
+from allhands.io.staging import Seen, publish, require_place, staging
 
 DEFAULT_SHARE = SplitShare(0.05, False)
 PREFERENCE = "preference"
@@ -98,7 +98,7 @@ def prepare(
             :class:`NothingLeft`.
         StorageError: ``out`` cannot be written.
     """
-    check_output(out, [source.name for source in sources], options.force)
+    seen = check_output(out, [source.name for source in sources], options.force)
     sources, notes = _checked_splits(sources, options)
     with (
         staging(out) as staged,
@@ -130,10 +130,7 @@ def prepare(
             (staged / LEFT_OUT).unlink()
         text = json.dumps(outcome.to_json(), indent=1, default=str)
         (staged / REPORT).write_text(text + "\n", encoding="utf-8")
-        with publishing(out):
-            # Another run may have written there meanwhile.
-            check_output(out, [source.name for source in sources], options.force)
-            publish(staged, out)
+        publish(staged, out, seen)
     return outcome
 
 
@@ -168,8 +165,8 @@ def _checked_splits(
     return sources, notes
 
 
-def check_output(out: Path, names: Sequence[str], force: bool) -> None:
-    """Refuse an output directory whose content would be lost.
+def check_output(out: Path, names: Sequence[str], force: bool) -> Seen:
+    """Refuse an output directory whose content would be lost; return what is there.
 
     Args:
         names: the sources, as they were named; they must not be in ``out``.
@@ -195,7 +192,7 @@ def check_output(out: Path, names: Sequence[str], force: bool) -> None:
             where=where,
             hint="name a new one in it: --out data",
         )
-    require_place(out, "prepared data", OUTPUT, force=force)
+    return require_place(out, "prepared data", OUTPUT, force=force)
 
 
 # --- duplicates and splits ------------------------------------------------------------------------

@@ -153,14 +153,14 @@ def train_tokenizer(
         DataError: there is no text to train on.
         StorageError: ``out`` cannot be written.
     """
-    require_place(out, "a tokenizer", OUTPUT, force=options.force)
+    seen = require_place(out, "a tokenizer", OUTPUT, force=options.force)
     corpus = Corpus(sources, options.text_key, progress)
     begun = time.perf_counter()
     with staging(out) as staged:
         tokenizer = _trained(corpus, options)
         seconds = time.perf_counter() - begun
         _write(tokenizer, staged, options)
-        publish(staged, out)
+        publish(staged, out, seen)
     encoded: Any = tokenizer.encode_batch(corpus.held_out, add_special_tokens=False)
     num_tokens = sum(len(one.ids) for one in encoded)
     held_out_bytes = sum(len(text.encode()) for text in corpus.held_out)

@@ -133,7 +133,7 @@ def fuse_model(
     kind, below = described(options)
     path = resolve(below).resolve()
     target = out.resolve()
-    check_target(target, path, options.force)
+    seen = check_target(target, path, options.force)
     if holds_files(target) and not options.force:
         raise ConfigError(
             "a model is there already",
@@ -171,7 +171,7 @@ def fuse_model(
         _require_same(expected, dict(flatten(read.parameters())) if layout else in_files, out)
         difference = _check(read, wanted, limit, out)
         finish(staged, config)
-        publish(staged, target)
+        publish(staged, target, seen)
     return Fused(target, below, kind, count, difference, again, None if stop is None else stop[0])
 
 

@@ -236,7 +236,7 @@ def export_gguf(
     check_convertible(path)
     found = recognise(path, options.adapter_path) if modelled else None
     text = None if found is None else modelfile(found)
-    require_place(out, "an export", (GGUF_FILE, MODELFILE, "README.md"), force=options.force)
+    seen = require_place(out, "an export", (GGUF_FILE, MODELFILE, "README.md"), force=options.force)
     with staging(out) as staged:
         fused = staged / "fused"
         done = fuse_model(options, fused)
@@ -245,5 +245,5 @@ def export_gguf(
         shutil.rmtree(fused)
         if text is not None:
             (staged / MODELFILE).write_text(text, encoding="utf-8")
-        publish(staged, out)
+        publish(staged, out, seen)
     return done, found

@@ -16,7 +16,7 @@ from allhands.infer.generate import put_on
 from allhands.io.files import write_whole
 from allhands.io.formatting import counted
 from allhands.io.paths import meant
-from allhands.io.staging import publish, require_place, staging
+from allhands.io.staging import Seen, publish, require_place, staging
 from allhands.io.trees import flatten
 from allhands.model.adapters import adapter_config_text
 from allhands.model.load import load_model
@@ -71,7 +71,7 @@ def export_peft(
     """
     adapter = _read(adapter_path, _OURS)
     below = model or adapter_files.model_below(adapter_path, adapter.config)
-    require_place(out, "an adapter", (*_THEIRS, TEMPLATE_FILE), force=force)
+    seen = require_place(out, "an adapter", (*_THEIRS, TEMPLATE_FILE), force=force)
     loaded = load_model(below, trust_remote_code=trust_remote_code)
     told = PeftBase.of(loaded, base or below)
     try:
@@ -83,7 +83,7 @@ def export_peft(
     def check(staged: Path) -> None:
         check_peft(_read(staged, _THEIRS), adapter, told)
 
-    _write(made, out, _THEIRS, check, adapter_path / TEMPLATE_FILE)
+    _write(made, (out, seen), _THEIRS, check, adapter_path / TEMPLATE_FILE)
     notes: list[str] = []
     if made.config.get("ensure_weight_tying"):
         notes.append(
@@ -134,7 +134,7 @@ def import_peft(
             where=str(source / CONFIG_FILE),
             hint="say which: --model",
         )
-    require_place(out, "an adapter", _OURS, force=force)
+    seen = require_place(out, "an adapter", _OURS, force=force)
     loaded: Any = load_model(below, trust_remote_code=trust_remote_code)
     try:
         made = from_peft(adapter, PeftBase.of(loaded, below), num_layers=len(loaded.model.layers))
@@ -162,7 +162,7 @@ def import_peft(
                     hint="if your input is right, this is a defect: report it",
                 )
 
-    _write(made, out, _OURS, check)
+    _write(made, (out, seen), _OURS, check)
     settings = made.config["lora_parameters"]
     scale = f"rank {settings['rank']}, scale {settings['scale']:g}"
     return Exchanged(f"{scale}, {_layers(made)}", below)
@@ -212,7 +212,7 @@ def _read(directory: Path, files: tuple[str, str]) -> Adapter:
 
 def _write(
     adapter: Adapter,
-    out: Path,
+    place: tuple[Path, Seen],
     files: tuple[str, str],
     check: Callable[[Path], None],
     template: Path | None = None,
@@ -220,9 +220,11 @@ def _write(
     """Write both files of an adapter, whole or not at all.
 
     Args:
+        place: the directory, and what was there before.
         check: called with the directory of the draft; an exception keeps it from being published.
         template: place of the chat template, which may be missing.
     """
+    out, seen = place
     private = files == _OURS  # as in a run
     metadata = {"format": "mlx" if private else "pt"}
     with staging(out, private=private) as staged:
@@ -235,4 +237,4 @@ def _write(
         if template is not None and template.is_file():
             (staged / TEMPLATE_FILE).write_bytes(template.read_bytes())
         check(staged)
-        publish(staged, out, private=private)
+        publish(staged, out, seen, private=private)

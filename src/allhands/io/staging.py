@@ -7,6 +7,7 @@ gives. A directory that replaces another one gets the mode of the old one.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import filecmp
 import glob
@@ -16,6 +17,7 @@ import stat
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -55,10 +57,13 @@ def staging(target: Path, *, private: bool = False) -> Generator[Path]:
     descriptor = -1
     try:
         make_directory(target.parent, private=private)
-        _remove_abandoned(target)
-        made = make_unused(target.parent, _prefix(target), private=private)
-        with suppress(OSError):  # not every file system has locks
-            descriptor = _lock_directory(made)
+        with publishing(target):
+            _put_back(target)
+            left = _abandoned(target)
+            made = make_unused(target.parent, _prefix(target), private=private)
+            with suppress(OSError):  # not every file system has locks
+                descriptor = _lock_directory(made)
+        _remove(left)
         yield made
     except OSError as error:
         raise _as_asked_for(storage_error_of(error, target), target) from error
@@ -71,13 +76,35 @@ def staging(target: Path, *, private: bool = False) -> Generator[Path]:
             os.close(descriptor)
 
 
-def publish(staged: Path, target: Path, *, private: bool = False) -> None:
+@dataclass(frozen=True)
+class Seen:
+    """What was at a place when it was looked at, for :func:`publish`: the directory, and the time
+    of the last change of its entries; ``None`` for nothing.
+    """
+
+    found: tuple[int, int] | None
+
+    @classmethod
+    def at(cls, place: Path) -> Seen:
+        """Look at ``place``."""
+        try:
+            status = place.stat()
+        except OSError:
+            return cls(None)
+        return cls((status.st_ino, status.st_mtime_ns))
+
+
+def publish(staged: Path, target: Path, seen: Seen | None = None, *, private: bool = False) -> None:
     """Sync ``staged`` and rename it to ``target``; it replaces a directory that may be there.
 
     Args:
+        seen: what was at ``target`` when it was found to be free, or meant to be replaced. If
+            another process has written there since then, its directory stays. ``None``: replace
+            whatever is there.
         private: True: set the modes to 0700 and 0600, whatever modes the files were made with.
 
     Raises:
+        ConfigError: another process has written ``target``.
         OSError: a sync or a renaming failed; an old directory is still at ``target``.
     """
     target = target.resolve()
@@ -85,30 +112,56 @@ def publish(staged: Path, target: Path, *, private: bool = False) -> None:
         make_private(staged)
     for path in (*staged.rglob("*"), staged):
         sync(path)
-    if target.is_dir():
-        _exchange(staged, target)
-    else:
-        staged.rename(target)
+    with publishing(target):
+        if seen is not None and Seen.at(target) != seen:
+            raise _written_meanwhile(target)
+        try:
+            replaced = _put(staged, target)
+        except OSError as error:
+            # Without locks another process can come between the look and the renaming.
+            if seen is None or error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
+            raise _written_meanwhile(target) from error
     sync(target.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _exchange(staged: Path, target: Path) -> None:
+def _written_meanwhile(target: Path) -> ConfigError:
+    return ConfigError(
+        "another process has written it meanwhile",
+        code="output-exists",
+        where=str(target),
+        hint="look at what is there now; start again with --force to replace it",
+    )
+
+
+def _put(staged: Path, target: Path) -> Path | None:
+    """Rename ``staged`` to ``target``; return where the directory is now that was there."""
+    if not target.is_dir():
+        staged.rename(target)
+        return None
     # Directories cannot be exchanged portably: for an instant there is no directory, but never half
     # of one. If the process is killed in that instant, the old directory has the new name
     # ``replaced``, and the next run puts it back.
     replaced = make_unused(target.parent, _prefix(target, _REPLACED), private=True)
-    staged.chmod(stat.S_IMODE(target.stat().st_mode))
-    target.rename(replaced)
+    try:
+        staged.chmod(stat.S_IMODE(target.stat().st_mode))
+        target.rename(replaced)
+    except OSError:
+        replaced.rmdir()
+        raise
     try:
         staged.rename(target)
     except OSError:
         replaced.rename(target)
         raise
-    shutil.rmtree(replaced, ignore_errors=True)
+    return replaced
 
 
-def require_place(out: Path, kind: str, files: tuple[str, ...], *, force: bool) -> None:
-    """Refuse to replace anything but a directory of this ``kind``, and that one without ``force``.
+def require_place(out: Path, kind: str, files: tuple[str, ...], *, force: bool) -> Seen:
+    """Refuse to replace anything but a directory of this ``kind``, and that one without ``force``;
+    return what is there, for :func:`publish`.
 
     Args:
         kind: with its article: "an adapter".
@@ -119,8 +172,9 @@ def require_place(out: Path, kind: str, files: tuple[str, ...], *, force: bool) 
             ``force`` is missing.
     """
     require_directory_name(out)
+    seen = Seen.at(out)
     if not out.exists():
-        return
+        return seen
     if not out.is_dir():
         what = f"this is a file, not the directory of {kind}"
         raise ConfigError(
@@ -141,21 +195,49 @@ def require_place(out: Path, kind: str, files: tuple[str, ...], *, force: bool) 
             where=str(out),
             hint="add --force to replace it",
         )
+    return seen
 
 
 @contextmanager
 def publishing(target: Path) -> Generator[None]:
-    """Lock the directory of ``target`` while a process looks at ``target`` and then publishes it.
+    """Lock the name of ``target`` while a process looks at ``target`` and then publishes it.
 
-    Other processes in this block wait. Without locks in the file system nobody waits.
+    Other processes in this block wait. Without locks in the file system nobody waits. The lock is
+    on a file of its own, because a running job has the lock on its directory.
     """
-    descriptor = os.open(target.resolve().parent, os.O_RDONLY)
+    target = target.resolve()
+    file = target.with_name(f".{target.name}.publishing")
+    descriptor = _lock_for_now(file)
     try:
-        with suppress(OSError):  # not every file system has locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(descriptor)
+        if descriptor is not None:
+            with suppress(OSError):
+                file.unlink()
+            os.close(descriptor)
+
+
+def _lock_for_now(file: Path) -> int | None:
+    """Return a file descriptor that holds the lock on ``file``, which its holder removes; ``None``
+    if there are no locks.
+    """
+    while True:
+        try:
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(descriptor), file.stat()):
+                return descriptor
+            os.close(descriptor)  # its holder has removed it meanwhile
+        except FileNotFoundError:
+            os.close(descriptor)
+        except OSError:
+            os.close(descriptor)
+            with suppress(OSError):
+                file.unlink()
+            return None
 
 
 def same_files(one: Path, other: Path) -> bool:
@@ -295,16 +377,26 @@ def _lock_directory(path: Path) -> int:
     return descriptor
 
 
-def _remove_abandoned(target: Path) -> None:
+def _put_back(target: Path) -> None:
+    """Put the old directory of ``target`` back if a process was killed while it replaced it."""
     for left in target.parent.glob(f"{glob.escape(_prefix(target, _REPLACED))}*"):
         with suppress(OSError):
             if not target.exists() and any(left.iterdir()):
                 left.rename(target)
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _abandoned(target: Path) -> list[tuple[Path, int]]:
+    """Return the staging directories of killed processes, each with a descriptor that locks it."""
+    found: list[tuple[Path, int]] = []
     for left in target.parent.iterdir():
-        if not left.name.startswith(_prefix(target)):
-            continue
-        with suppress(OSError):  # locked: a process works there
-            descriptor = _lock_directory(left)
-            shutil.rmtree(left, ignore_errors=True)
-            os.close(descriptor)
+        if left.name.startswith(_prefix(target)):
+            with suppress(OSError):  # locked: a process works there
+                found.append((left, _lock_directory(left)))
+    return found
+
+
+def _remove(abandoned: list[tuple[Path, int]]) -> None:
+    for left, descriptor in abandoned:
+        shutil.rmtree(left, ignore_errors=True)
+        os.close(descriptor)

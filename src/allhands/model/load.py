@@ -27,7 +27,7 @@ from allhands.io.files import write_error
 from allhands.io.formatting import counted
 from allhands.io.names import BEST_MODEL, MODEL, MODELS_OF_A_RUN
 from allhands.io.paths import require_directory_name
-from allhands.io.staging import publish, same_files, staging
+from allhands.io.staging import Seen, publish, same_files, staging
 from allhands.io.trees import flatten, unflatten
 from allhands.model.fingerprints import begin_fingerprint, earlier_fingerprint, fingerprint
 from allhands.model.reading import classes_that_read, classes_without, worth_threads
@@ -392,7 +392,7 @@ def get_model(
     say = report or silent
     path = resolve(source, report=say).resolve()
     target = out.resolve()
-    check_target(target, path, force)
+    seen = check_target(target, path, force)
     with staging(target) as staged:
         model, config = build(path, False)
         tokenizer_of(path, config, False)
@@ -411,12 +411,13 @@ def get_model(
                 hint="add --force to replace it",
             )
         else:
-            publish(staged, target)
+            publish(staged, target, seen)
     return target
 
 
-def check_target(target: Path, source: Path, force: bool) -> None:
-    """Refuse a target that overlaps the source or holds other things than a model (ConfigError).
+def check_target(target: Path, source: Path, force: bool) -> Seen:
+    """Refuse a target that overlaps the source or holds other things than a model (ConfigError);
+    return what is there.
 
     ``force`` changes only the hint.
     """
@@ -428,6 +429,7 @@ def check_target(target: Path, source: Path, force: bool) -> None:
             hint="choose another output directory",
         )
     require_directory_name(target)
+    seen = Seen.at(target)
     if target.exists() and not target.is_dir():
         raise ConfigError(
             "there is a file of that name",
@@ -443,6 +445,7 @@ def check_target(target: Path, source: Path, force: bool) -> None:
             hint="choose another output directory"
             + (": --force replaces models only" if force else ""),
         )
+    return seen
 
 
 def holds_files(directory: Path) -> bool:
