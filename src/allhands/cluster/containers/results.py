@@ -114,19 +114,24 @@ def _copy(source: Path, target: Path) -> None:
         FileNotFoundError: ``source`` is gone.
         StorageError: the copy cannot be written.
     """
-    make_directory(target.parent)
-    draft = target.with_name(f".{target.name}.draft-{secrets.token_hex(4)}")
     try:
-        shutil.copyfile(source, draft)
-        with suppress(OSError):  # not every mounted bucket can sync
-            sync(draft)
-        if draft.stat().st_size != (size := source.stat().st_size):
-            raise OSError(f"only {draft.stat().st_size} of {size} bytes were written")
-        draft.replace(target)
+        _write(target, lambda draft: shutil.copyfile(source, draft), lambda: source.stat().st_size)
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not source.exists():
             raise
         raise storage_error(target, error) from None
+
+
+def _write(target: Path, fill: Callable[[Path], object], size: Callable[[], int]) -> None:
+    make_directory(target.parent)
+    draft = target.with_name(f".{target.name}.draft-{secrets.token_hex(4)}")
+    try:
+        fill(draft)
+        with suppress(OSError):  # not every mounted bucket can sync
+            sync(draft)
+        if draft.stat().st_size != (wanted := size()):
+            raise OSError(f"only {draft.stat().st_size} of {wanted} bytes were written")
+        draft.replace(target)
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
@@ -150,7 +155,8 @@ class Mirror:
     """A copy of a run's checkpoints and logs in a bucket, where directories cannot be renamed.
 
     A checkpoint's manifest is copied last, and training ignores checkpoints without a manifest. So
-    after a kill the last complete copy is used.
+    after a kill the last complete copy is used. A checkpoint that is replaced, as the best one is,
+    is copied beside its predecessor first.
 
     Attributes:
         local: the run directory.
@@ -182,6 +188,8 @@ class Mirror:
                 clear_logs(self.remote / LOGS)
             except StorageError as error:
                 self.warn(f"the logs of an earlier start will be overwritten: {error.message}")
+        for path in (*checkpoints_in(self.remote), self.remote / BEST):
+            _finish_exchange(path)
         if whole := _checkpoints_of(self.remote):
             files = (path.relative_to(self.remote) for one in whole for path in one.iterdir())
             _copy_files(self.remote, self.local, (*files, *_STATE))
@@ -216,15 +224,16 @@ class Mirror:
             self._warned = True
 
     def _copy_run(self) -> None:
-        whole = _checkpoints_of(self.local)
+        whole, copied = _checkpoints_of(self.local), 0
         for path in sorted(whole):
             with suppress(
                 FileNotFoundError, CheckpointError
             ):  # it was pruned meanwhile: the next round copies a newer one
                 _copy_checkpoint(path, self.remote / path.relative_to(self.local))
+                copied += path.name != BEST
         self._copy_changed(_STATE)
         kept = {path.name for path in whole} - {BEST}
-        for path in checkpoints_in(self.remote / CHECKPOINTS) if kept else []:
+        for path in checkpoints_in(self.remote / CHECKPOINTS) if copied else []:
             if path.name not in kept:
                 (path / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
@@ -240,9 +249,50 @@ class Mirror:
 
 
 def _copy_checkpoint(source: Path, target: Path) -> None:
+    """Copy a checkpoint; at each moment one is whole in ``target``, or in the place of its
+    successor.
+
+    Raises:
+        FileNotFoundError: ``source`` is gone, or was replaced meanwhile.
+        StorageError: the copy cannot be written.
+    """
     manifest, copied = (source / MANIFEST).read_bytes(), target / MANIFEST
+    _finish_exchange(target)
     if copied.is_file() and copied.read_bytes() == manifest:
         return
-    copied.unlink(missing_ok=True)
-    for file in sorted(source.iterdir(), key=lambda path: path.name == MANIFEST):
-        _copy(file, target / file.name)
+    place = _successor(target) if copied.is_file() else target
+    for file in source.iterdir():
+        if file.name != MANIFEST:
+            _copy(file, place / file.name)
+    if (source / MANIFEST).read_bytes() != manifest:
+        raise FileNotFoundError(f"{source} was replaced")
+    try:
+        _write(place / MANIFEST, lambda draft: draft.write_bytes(manifest), manifest.__len__)
+    except OSError as error:
+        raise storage_error(place / MANIFEST, error) from None
+    _finish_exchange(target)
+
+
+def _successor(target: Path) -> Path:
+    return target.with_name(f".{target.name}.next")
+
+
+def _finish_exchange(target: Path) -> None:
+    """Move the files of a whole successor to the place of ``target``; remove one that is not whole.
+
+    Raises:
+        StorageError: a file cannot be moved.
+    """
+    successor = _successor(target)
+    try:
+        if (successor / MANIFEST).is_file():
+            if (target / MANIFEST).is_file():
+                (target / MANIFEST).unlink()
+                for old in target.iterdir():
+                    old.unlink()
+            make_directory(target)
+            for file in sorted(successor.iterdir(), key=lambda path: path.name == MANIFEST):
+                file.replace(target / file.name)
+    except OSError as error:
+        raise storage_error(target, error) from None
+    shutil.rmtree(successor, ignore_errors=True)
