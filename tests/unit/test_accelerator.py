@@ -11,6 +11,7 @@ import pytest
 
 from allhands.data.order import micro_batches
 from allhands.runtime.accelerator import detect, sizing_of
+from allhands.runtime.memory import usual_working_set
 
 # A process of its own: one that ran other tests has memory of theirs to give back while this one
 # measures.
@@ -52,3 +53,20 @@ def test_cuda_meets_few_shapes_whether_compiled_or_not() -> None:
         len(micro_batches(np.arange(8), sizes, 16384, each.overhead_tokens))
         for each in (cuda, metal)
     ] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "told"),
+    [
+        # recommendedMaxWorkingSetSize in MB, as Metal told it on Macs with so much memory.
+        (8, 5726.63),
+        (16, 11453.25),
+        (24, 17179.87),
+        (32, 22906.50),
+        (36, 28991.03),
+        (64, 51539.61),
+        (96, 77309.41),
+    ],
+)
+def test_macos_gives_two_thirds_or_three_quarters_to_the_gpu(gigabytes: int, told: float) -> None:
+    assert usual_working_set(gigabytes << 30) / 1e6 == pytest.approx(told, abs=0.02)

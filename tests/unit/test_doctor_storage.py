@@ -53,7 +53,16 @@ def changed(name: str, **changes: Any) -> tuple[File, ...]:
             mac_facts(2, gpus=[{"kind": "metal", "memory": 10 * GB, "free": 10 * GB}]),
             1,
             "stop",
-        ),  # three quarters
+        ),  # two thirds
+        (
+            mac_facts(
+                2,
+                gpus=[{"kind": "metal", "memory": 16 * GB, "free": 16 * GB}],
+                mac={"working_set": 7_000_000_000, "wired_limit_mb": 14000, "sleep_minutes": 0},
+            ),
+            1,
+            "stop",
+        ),
         (
             mac_facts(
                 2,

@@ -88,7 +88,7 @@ def test_devices_by_description() -> None:
     assert (mac.kind, mac.memory_bytes, mac.usable_bytes) == (
         "metal",
         32_000_000_000,
-        24_000_000_000,
+        22_906_503_168,
     )
     assert (card.kind, card.memory_bytes, device_of("4090 24 GB").flops) == (
         "cuda",
@@ -467,7 +467,7 @@ def test_computers_by_description(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert [line["machines"] for line in found["machines"]] == [1, 2]
     assert found["steps"] == 200_000
-    assert found["usable_bytes"] == 24_000_000_000
+    assert found["usable_bytes"] == 22_906_503_168
     assert any("right within a factor" in note for note in found["notes"])
     assert found["notes"][0] == "for rows of 2048 tokens, the longest there can be: rows are packed"
     shown = call_allhands(

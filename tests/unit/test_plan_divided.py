@@ -221,12 +221,13 @@ def test_parts_of_arrays_follow_the_memory_of_computers() -> None:
     found = planned(("M2 Ultra 128GB", "M2 Max 32GB"), "nvlink", full=True, rows=4)
     unlike = way_of(found, "fsdp", 2)
     assert unlike.fits, "half of it is more than the second has"
-    static = [each - (unlike.by_rank[1] - 4 * WEIGHTS / 5) for each in unlike.by_rank]
-    assert static[0] / static[1] == pytest.approx(4.0, rel=0.1)
+    # 96 and 21.3 GB, as 9 to 2: macOS gives three quarters and two thirds to the GPU.
+    static = [each - (unlike.by_rank[1] - 4 * WEIGHTS * 2 / 11) for each in unlike.by_rank]
+    assert static[0] / static[1] == pytest.approx(4.5, rel=0.1)
     alike = way_of(planned(("M2 Ultra 128GB",) * 2, "nvlink", full=True, rows=4), "fsdp", 2)
     assert unlike.by_rank[1] < alike.by_rank[1] == alike.by_rank[0] < unlike.by_rank[0]
     # Parts travel as long as the largest.
-    assert unlike.sent_bytes == pytest.approx(2 * 4 / 5 * alike.sent_bytes, rel=0.001)
+    assert unlike.sent_bytes == pytest.approx(2 * 9 / 11 * alike.sent_bytes, rel=0.001)
 
 
 def test_times_follow_the_link() -> None:

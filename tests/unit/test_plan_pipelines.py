@@ -150,7 +150,7 @@ def test_a_pipeline_is_advised_only_where_it_is_needed_and_fits(
 def test_the_table_has_every_number_of_computers(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(width=300, record=True)
     monkeypatch.setattr(plan_shown, "console_for", lambda **_: console)
-    found = planned(("M1 16GB",) * 5, work=replace(WORK, weights_bytes=39_000_000_000))
+    found = planned(("M1 16GB",) * 5, work=replace(WORK, weights_bytes=37_000_000_000))
     plan_shown.show(found, [])
     shown = console.export_text()
     assert [each.fits for each in found.pipelines] == [False, False, True, True]

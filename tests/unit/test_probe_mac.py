@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -294,11 +295,22 @@ def test_the_facts_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
         ("pmset", "-g"): PMSET % 1,
         ("pmset", "-g", "assertions"): ASSERTIONS % 0,
         ("sysctl", "-n", "iogpu.wired_limit_mb"): "57344\n",
+        (sys.executable, "-c"): "60129542144\n",
         ("system_profiler", "SPDisplaysDataType"): DISPLAY % "",
         ("networksetup", "-listallhardwareports"): PORTS,
         ("ifconfig", "-a"): IFCONFIG,
     }
-    monkeypatch.setattr(mac, "output_of", lambda argv, timeout_s=8.0: said.get(tuple(argv)))
+
+    def said_by(argv: list[str], timeout_s: float = 8.0) -> str | None:
+        return said.get(tuple(argv[:2] if argv[0] == sys.executable else argv))
+
+    monkeypatch.setattr(mac, "output_of", said_by)
     found = HostFacts.model_validate({"mac": mac.mac_facts(), "interfaces": mac.mac_interfaces()})
-    assert found.mac == Mac(sleep_minutes=1, kept_awake=False, displays_on=1, wired_limit_mb=57344)
+    assert found.mac == Mac(
+        sleep_minutes=1,
+        kept_awake=False,
+        displays_on=1,
+        working_set=60129542144,
+        wired_limit_mb=57344,
+    )
     assert len(found.interfaces) == 8

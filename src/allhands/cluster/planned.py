@@ -71,7 +71,7 @@ def _here(kind: str) -> Computer:
         return Computer("", 1.0, memory["free"], memory["total"], _OTHERS)
     whole = device_memory()
     why = MAC_KEEPS if kind == "metal" else DRIVER_TAKES
-    return Computer("", 1.0, working_set_bytes() or int(USABLE[kind] * whole), whole, why)
+    return Computer("", 1.0, working_set_bytes() or int(USABLE * whole), whole, why)
 
 
 def _told(name: str, facts: HostFacts | None) -> Computer:
@@ -82,7 +82,7 @@ def _told(name: str, facts: HostFacts | None) -> Computer:
         return Computer(name, 1.0, free, facts.memory.total, _OTHERS)
     gpu = facts.gpus[0]
     if gpu.kind == "cuda":
-        return Computer(name, 1.0, int(USABLE["cuda"] * usable), usable, DRIVER_TAKES)
+        return Computer(name, 1.0, int(USABLE * usable), usable, DRIVER_TAKES)
     return Computer(name, 1.0, usable, gpu.memory, MAC_KEEPS)
 
 

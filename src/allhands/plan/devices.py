@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass
 
 from allhands.errors import ConfigError
+from allhands.runtime.memory import usual_working_set
 
 # Part of a GPU's peak FLOP/s that a training reaches; an estimate within a factor of 1.5.
 _USED = {"cuda": 0.45, "metal": 0.35}
-# Part of the memory that arrays may take: macOS keeps a quarter for itself, and a driver with its
-# kernels takes about a GB.
-USABLE = {"cuda": 0.94, "metal": 0.75}
+# Part of a GPU's memory that arrays may take: a driver with its kernels takes about a GB.
+USABLE = 0.94
 MAC_KEEPS = "macOS keeps the rest from the GPU"
 DRIVER_TAKES = "the driver and its kernels take the rest"
 # Least bytes that the system takes, which is a larger part of a small memory.
@@ -39,16 +39,20 @@ class PlannedDevice:
     @property
     def usable_bytes(self) -> int:
         """Return the bytes that arrays may take."""
-        return min(
-            int(USABLE[self.kind] * self.memory_bytes), self.memory_bytes - _SYSTEM[self.kind]
-        )
+        usable = self._working_set if self.kind == "metal" else int(USABLE * self.memory_bytes)
+        return min(usable, self.memory_bytes - _SYSTEM[self.kind])
+
+    @property
+    def _working_set(self) -> int:
+        # Apple's GB of memory are 2**30 bytes.
+        return usual_working_set(round(self.memory_bytes / 1e9 * 2**30))
 
     @property
     def why(self) -> str:
         """Return the reason why arrays may not take all memory."""
         if self.kind == "cuda":
             return DRIVER_TAKES
-        if self.usable_bytes >= int(USABLE["metal"] * self.memory_bytes):
+        if self.usable_bytes >= self._working_set:
             return MAC_KEEPS
         return "macOS takes the rest"
 

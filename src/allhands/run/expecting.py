@@ -58,14 +58,14 @@ from allhands.run.training_memory import (
     on_gpu,
 )
 from allhands.runtime.accelerator import Accelerator
-from allhands.runtime.memory import memory_limit
+from allhands.runtime.memory import memory_limit, usual_working_set
 from allhands.runtime.sizing import Sizing
 
 # Memory to generate answers: caches of keys and values, and a prompt's activations.
 ANSWERING_BYTES = 100_000_000
 _FLOAT, _HALF = 4, 2  # bytes of one value of the activations on a CPU, and on a GPU
 # Part of a GPU's memory that arrays may take; part of a computer's memory that a program may take.
-_USABLE = {"cpu": 0.95, "cuda": 0.94, "metal": 0.75}
+_USABLE = {"cpu": 0.95, "cuda": 0.94}
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,10 @@ class Device:
         whole, kind = self.accelerator.memory_bytes, self.accelerator.kind
         if kind == "cpu":
             whole = min(whole, memory_limit() or whole)
-        usable = self.accelerator.working_set_bytes or int(_USABLE[kind] * whole)
+        if kind == "metal":
+            usable = self.accelerator.working_set_bytes or usual_working_set(whole)
+        else:
+            usable = int(_USABLE[kind] * whole)
         return usable // (1 if kind == "cuda" else self.mesh.local_size)
 
     def holds(self, num_bytes: int) -> bool:

@@ -20,6 +20,20 @@ def peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+# Memory of the first Macs whose GPU gets three quarters of it, and bytes of a page.
+_LARGE_MAC, _MAC_PAGE = 36 << 30, 16384
+
+
+def usual_working_set(memory_bytes: int) -> int:
+    """Return the bytes that macOS lets the GPU of a Mac use, if that Mac does not tell.
+
+    These are the figures of macOS 13 to 15 (recommendedMaxWorkingSetSize): two thirds of the
+    memory below 36 GB, else three quarters. Later versions give some Macs more.
+    """
+    share, of = (3, 4) if memory_bytes >= _LARGE_MAC else (2, 3)
+    return -(-memory_bytes * share // (of * _MAC_PAGE)) * _MAC_PAGE
+
+
 class MlxPeak:
     """Peak bytes of MLX's arrays, of the whole process and since the last :meth:`begin`.
 

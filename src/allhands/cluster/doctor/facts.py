@@ -169,11 +169,17 @@ class ThunderboltPort(Fact):
 
 
 class Mac(Fact):
-    """Facts that only macOS has; ``sleep_minutes`` 0 is never."""
+    """Facts that only macOS has; ``sleep_minutes`` 0 is never.
+
+    Attributes:
+        working_set: bytes that macOS lets the GPU use; ``None`` if that computer cannot tell.
+        wired_limit_mb: the limit that a person has set for them; 0 for none.
+    """
 
     sleep_minutes: int | None = None
     kept_awake: bool = False
     displays_on: int | None = None
+    working_set: int | None = None
     wired_limit_mb: int | None = None
     firewall: bool | None = None
     blocks_all: bool = False

@@ -7,18 +7,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 
-from allhands.cluster.doctor.facts import Cluster, Disk, HostFacts, HostReport, Tree
+from allhands.cluster.doctor.facts import Cluster, Disk, HostFacts, HostReport, Mac, Tree
 from allhands.cluster.doctor.findings import Check, Found, Severity, listed, on, on_mac
 from allhands.io.formatting import format_bytes
 from allhands.model.weight_files import LIST_FILE, PATTERN
+from allhands.runtime.memory import usual_working_set
 
 LEAST_FREE_MEMORY = 2 * 10**9
 LEAST_DISK, LITTLE_DISK = 10**8, 2 * 10**9
 # LoRA training needs the weights, and as a rule of thumb a third again for activations and
 # optimizer.
 WORKING_SHARE = 4 / 3
-# The share of a Mac's memory that the GPU may wire unless iogpu.wired_limit_mb is set.
-_METAL_SHARE = 0.75
 
 
 def check_memory(cluster: Cluster) -> Iterator[Found]:
@@ -73,8 +72,8 @@ def device_memory(facts: HostFacts) -> tuple[int, int, str]:
     gpu = min(facts.gpus, key=lambda gpu: gpu.memory)
     if gpu.kind == "cuda":
         return gpu.memory, gpu.free, "GPU memory"
-    limit = facts.mac.wired_limit_mb if facts.mac and facts.mac.wired_limit_mb else 0
-    total = limit * 2**20 or round(gpu.memory * _METAL_SHARE)
+    told = facts.mac or Mac()
+    total = told.working_set or (told.wired_limit_mb or 0) * 2**20 or usual_working_set(gpu.memory)
     return total, min(total, gpu.free), "memory for the GPU"
 
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import Any, cast
 
 from allhands.cluster.probes.tools import output_of
 
 _SOCKETFILTER = "/usr/libexec/ApplicationFirewall/socketfilterfw"
+# MLX asks Metal, in a process of its own; where MLX is missing the process fails.
+_WORKING_SET = """
+import mlx.core as mx
+print(int(mx.device_info()["max_recommended_working_set_size"]))
+"""
 _CONNECTED = "receptacle_connected"
 
 
@@ -86,18 +92,23 @@ def mac_kind(name: str, port: str) -> str:
 def mac_facts() -> dict[str, Any]:
     """Return sleep, display, firewall, Thunderbolt ports and the limit of GPU memory."""
     assertions = output_of(["pmset", "-g", "assertions"]) or ""
-    limit = (output_of(["sysctl", "-n", "iogpu.wired_limit_mb"]) or "").strip()
     return {
         "sleep_minutes": parse_sleep(output_of(["pmset", "-g"]) or ""),
         "kept_awake": kept_awake(assertions),
         "displays_on": parse_displays(output_of(["system_profiler", "SPDisplaysDataType"], 12.0)),
-        "wired_limit_mb": int(limit) if limit.isdigit() else None,
+        "working_set": _number(output_of([sys.executable, "-c", _WORKING_SET], 12.0)),
+        "wired_limit_mb": _number(output_of(["sysctl", "-n", "iogpu.wired_limit_mb"])),
         "firewall": parse_firewall(output_of([_SOCKETFILTER, "--getglobalstate"]) or ""),
         "blocks_all": parse_block_all(output_of([_SOCKETFILTER, "--getblockall"]) or ""),
         "thunderbolt": parse_thunderbolt(
             output_of(["system_profiler", "SPThunderboltDataType", "-json"], 12.0) or ""
         ),
     }
+
+
+def _number(text: str | None) -> int | None:
+    digits = (text or "").strip()
+    return int(digits) if digits.isdigit() else None
 
 
 def parse_sleep(text: str) -> int | None:
