@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from allhands.cli.container import parse_arguments, run_container
+from allhands.cli.container import run_container
+from allhands.cli.options import parsed_options
 from allhands.cluster.containers.channels import data_of, model_of
 from allhands.cluster.containers.options import as_flags, hyperparameters, merged, plain_value
 from allhands.cluster.containers.results import publish_model, reason_of, tell_failure
@@ -152,8 +153,9 @@ def test_one_given_twice_and_files_that_are_none(tmp_path: Path) -> None:
 
 def test_arguments_win_over_hyperparameters_and_both_over_the_file(tmp_path: Path) -> None:
     file = write(tmp_path / "options.yaml", "iters: 1\nbatch_size: 2\nseed: 3\n")
-    arguments = parse_arguments(
-        ["--iters=10", "--learning_rate", "0.001", f"--config={file}", "--resume"]
+    arguments = parsed_options(
+        ["--iters=10", "--learning_rate", "0.001", f"--config={file}", "--resume"],
+        "allhands train",
     )
     config = merged(arguments, {"iters": "20", "batch_size": "20"})
     assert (config.iters, config.batch_size, config.seed, config.learning_rate) == (
@@ -172,7 +174,7 @@ def test_wrong_arguments_are_one_message() -> None:
         (["stray"], "argument-unknown"),
     ):
         with pytest.raises(ConfigError) as caught:
-            parse_arguments(words)
+            parsed_options(words, "allhands train")
         assert (caught.value.code, caught.value.where) == (code, words[0])
 
 
@@ -199,7 +201,7 @@ def test_wrong_arguments_are_one_message() -> None:
 )
 def test_flags_give_the_same_configuration_back(values: dict[str, Any]) -> None:
     config = build_config(values)
-    again = build_config(parse_arguments(as_flags(config)))
+    again = build_config(parsed_options(as_flags(config), "allhands train"))
     assert again == config
     assert again.model_fields_set == config.model_fields_set
 
@@ -317,7 +319,7 @@ def sagemaker(root: Path, hosts: int = 1, gpus: int = 0, **variables: str) -> Ma
 
 def configured(machine: Machine, scratch: Path, *words: str) -> TrainConfig:
     run = ContainerRun(machine, machine.launch(), scratch, print)
-    return run.configure(parse_arguments(words))
+    return run.configure(parsed_options(words, "allhands train"))
 
 
 def test_sagemaker_with_four_gpus(tmp_path: Path, work: Path) -> None:

@@ -22,7 +22,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from allhands.cli.container import parse_arguments
+from allhands.cli.options import parsed_options
 from allhands.cluster.containers.options import hyperparameters, merged
 from allhands.cluster.environment import recognise
 from allhands.config.schema import TrainConfig, build_config
@@ -55,7 +55,7 @@ def of_kind(kind: str) -> dict[str, Any]:
 
 def trained(words: list[str]) -> TrainConfig:
     """The configuration of a command that trains, by our own parser."""
-    return build_config(parse_arguments(words))
+    return build_config(parsed_options(words, "allhands train"))
 
 
 # --- Kubernetes -----------------------------------------------------------------------------------

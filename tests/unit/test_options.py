@@ -464,3 +464,8 @@ def test_all_unknown_keys_are_named(tmp_path: Path) -> None:
     error = told.value
     assert error.where == f"{tmp_path / 'run.yaml'}:1: learning_rat"
     assert f"{tmp_path / 'run.yaml'}:3: zzz" in error.message
+
+
+def test_a_plan_reads_resume_as_training_does() -> None:
+    config = training_config(["--resume", "--iters", "3"])
+    assert (config.resume, config.iters) == ("auto", 3)

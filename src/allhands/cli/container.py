@@ -17,13 +17,11 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import typer
-import typer.main
 
-from allhands.cli.options import option_function
-from allhands.cli.parser import App, with_auto_resume
+from allhands.cli.options import parsed_options
 from allhands.cli.verbs_runs import Container
 from allhands.cluster.containers.options import as_flags
 from allhands.cluster.containers.results import tell_failure
@@ -31,7 +29,6 @@ from allhands.cluster.containers.training import ContainerRun, Machine
 from allhands.cluster.environment import has_cuda
 from allhands.cluster.place import below
 from allhands.cluster.training import supervise_training, work
-from allhands.config.aliases import canonical_flag
 from allhands.errors import AllhandsError, ConfigError
 from allhands.io.terminal import say
 from allhands.runtime.gpus import nvidia_gpus
@@ -57,7 +54,7 @@ def run_container(arguments: Sequence[str], machine: Machine) -> int:
     elif words and not words[0].startswith("-"):
         _become(words)
     if "--help" in words:
-        parse_arguments(words)
+        parsed_options(words, "allhands train")
         return 0
     # SageMaker's file, if even the platform cannot be recognised.
     output = below(machine.root, "/opt/ml/output")
@@ -99,27 +96,9 @@ def _become(words: Sequence[str]) -> NoReturn:
     os.execvp(words[0], list(words))
 
 
-def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the options in ``arguments``, with the parser of ``allhands train``.
-
-    Raises:
-        ConfigError: an argument is not understood.
-    """
-    given: dict[str, Any] = {}
-    app = App(rich_markup_mode=None, context_settings={"token_normalize_func": canonical_flag})
-    app.command()(option_function(given.update, "Train."))
-    command: Any = typer.main.get_command(app)
-    command.main(
-        args=with_auto_resume(list(arguments)),
-        prog_name="allhands train",
-        standalone_mode=False,
-    )
-    return given
-
-
 def _train(run: ContainerRun, words: Sequence[str]) -> tuple[int, str | None]:
     """Return the exit code, and the reason of a failure or ``None``."""
-    config, launch = run.configure(parse_arguments(words)), run.launch
+    config, launch = run.configure(parsed_options(words, "allhands train")), run.launch
     flags = as_flags(config)
     say(f"{run.place}: allhands train {shlex.join(flags)}")
     for note in launch.notes:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import typer
 
 from allhands.cli.option_groups import group_of
-from allhands.cli.parser import twice
+from allhands.cli.parser import App, twice, with_auto_resume
+from allhands.config.aliases import canonical_flag
 from allhands.config.schema import TrainConfig
 
 # Options with numbers that may have a unit; the configuration parses them.
@@ -58,6 +59,29 @@ def option_function(
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = doc
     return command
+
+
+def parsed_options(
+    words: Sequence[str], command: str, kind: type[TrainConfig] = TrainConfig
+) -> dict[str, Any]:
+    """Return the options in ``words``, by the names of ``kind``, as the parser of ``allhands train``
+    reads them.
+
+    Args:
+        command: the command that was called, for messages.
+
+    Raises:
+        ConfigError: a word is not understood.
+    """
+    given: dict[str, Any] = {}
+    app = App(
+        add_completion=False,
+        rich_markup_mode=None,
+        context_settings={"token_normalize_func": canonical_flag},
+    )
+    app.command()(option_function(given.update, "", kind))
+    app(args=with_auto_resume(list(words)), prog_name=command, standalone_mode=False)
+    return given
 
 
 def options_of(kind: type[TrainConfig], names: Iterable[str]) -> list[inspect.Parameter]:

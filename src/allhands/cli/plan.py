@@ -6,16 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import typer
 
-from allhands.cli.options import option_function
-from allhands.cli.parser import App
+from allhands.cli.options import parsed_options
 from allhands.cli.plan_shown import show
 from allhands.cli.verbs_runs import Plan
 from allhands.cluster.ranks import require_cores
-from allhands.config.aliases import canonical_flag
 from allhands.config.pretrain_schema import PretrainConfig
 from allhands.config.schema import TrainConfig, build_config
 from allhands.config.yaml_files import read_yaml
@@ -93,12 +90,8 @@ def training_config(words: Sequence[str]) -> TrainConfig:
     Raises:
         ConfigError: an option that neither command has, or an invalid value.
     """
-    flags: dict[str, Any] = {}
-    app = App(add_completion=False, context_settings={"token_normalize_func": canonical_flag})
-    app.command()(
-        option_function(flags.update, "", PretrainConfig)
-    )  # PretrainConfig has the options of both commands
-    app(args=list(words), prog_name="allhands plan", standalone_mode=False)
+    # PretrainConfig has the options of both commands.
+    flags = parsed_options(words, "allhands plan", PretrainConfig)
     file = flags.get("config")
     keys = {*flags, *(read_yaml(file) if file else ())}
     kind = PretrainConfig if {"shape", "tokenizer"} & keys else TrainConfig
