@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from allhands.config.schema import COMPILE_FROM_BATCHES
 from allhands.kernels.selection import TILE
 
 _PACKAGE = "mlx_lm.models."
@@ -399,6 +400,18 @@ def depends_on_padding(model: nn.Module) -> bool:
 def can_be_compiled(model_type: str | None) -> bool:
     """Return true if a pass can be compiled; dbrx's loops over the chosen experts in Python."""
     return model_type != "dbrx"
+
+
+def is_compiled(asked: str, batches: int, model_type: str | None) -> bool:
+    """Return True if the steps of a training on a GPU are compiled.
+
+    Args:
+        asked: value of ``--compile``.
+        batches: number of batches of the training.
+    """
+    if asked == "auto":
+        return batches >= COMPILE_FROM_BATCHES and can_be_compiled(model_type)
+    return asked == "on"
 
 
 def calls_blocks(model: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import statistics
 import subprocess
@@ -15,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from allhands.config.schema import COMPILE_FROM_BATCHES, TrainConfig
+from allhands.config.schema import TrainConfig
 from allhands.errors import AllhandsError, ConfigError, DataError
-from allhands.kernels.known import can_be_compiled
+from allhands.kernels.known import is_compiled
 from allhands.model.load import read_config
 from allhands.model.sources import resolve
 from allhands.observe.metrics import RunStarted, TrainReport
@@ -149,7 +150,8 @@ class Calibrator:
         # Half of the batch comes first: the first process tokenises new data, which takes memory
         # and time that must not count for the whole batch.
         sizes = sorted({max(1, config.batch_size // 2), config.batch_size})
-        runs = [self._run(config, size) for size in sizes][::-1]
+        rows = self._rows_of(config, sizes[0])
+        runs = [self._run(config, size, rows=rows) for size in sizes][::-1]
         points = tuple(map(self._point, runs))
         first, whole_s, others = runs[0], None, max(run.others for run in runs)
         started = first.started
@@ -178,6 +180,16 @@ class Calibrator:
             whole_s=None if whole_s is None else min(whole_s, points[0][1]),
             doubt="" if self.on_gpu else busy(others) or contradiction(points, whole_s),
         )
+
+    def _rows_of(self, config: TrainConfig, batch_size: int) -> int | None:
+        """Return the number of rows if the form of a step depends on it, else ``None``.
+
+        With ``--epochs`` the number of steps follows from it, and a GPU compiles many steps.
+        """
+        if not self.on_gpu or config.compile != "auto" or config.iters or not config.epochs:
+            return None
+        run = self._run(config, batch_size, {"iters": 2, "save_every": 2})
+        return run.started.num_train_examples
 
     def time_to_start(self, config: TrainConfig) -> float:
         """Return the seconds from the command to the first step with all ``config.num_ranks``
@@ -221,7 +233,8 @@ class Calibrator:
         limit = small_enough(longest, config.batch_size, stages)
         if limit >= tokens:
             return SmallPasses(tokens, limit, longest, usual, usual, seconds)
-        run = self._run(config, config.batch_size, {"micro_batch_tokens": limit})
+        changed = {"micro_batch_tokens": limit}
+        run = self._run(config, config.batch_size, changed, rows=measured.examples)
         tokens, batches = run.started.largest or (limit, config.batch_size)
         return SmallPasses(tokens, limit, longest, batches, usual, self._point(run)[1])
 
@@ -229,12 +242,18 @@ class Calibrator:
         return _point_of_gpu(run) if self.on_gpu else _point(run)
 
     def _run(
-        self, config: TrainConfig, batch_size: int, changed: Mapping[str, Any] | None = None
+        self,
+        config: TrainConfig,
+        batch_size: int,
+        changed: Mapping[str, Any] | None = None,
+        *,
+        rows: int | None = None,
     ) -> _ShortRun:
         _remove_abandoned()
         with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
             run, options = Path(folder) / "run", Path(folder) / "plan.yaml"
-            values = {**settings(config, batch_size, run, on_gpu=self.on_gpu), **(changed or {})}
+            usual = settings(config, batch_size, run, on_gpu=self.on_gpu, rows=rows)
+            values = {**usual, **(changed or {})}
             options.write_text(json.dumps(values), encoding="utf-8")
             began = time.time()
             try:
@@ -360,12 +379,21 @@ def _expected(run: Path) -> int | None:
 
 
 def settings(
-    config: TrainConfig, batch_size: int, directory: Path, *, on_gpu: bool = False
+    config: TrainConfig,
+    batch_size: int,
+    directory: Path,
+    *,
+    on_gpu: bool = False,
+    rows: int | None = None,
 ) -> Mapping[str, Any]:
-    """Return the options of a short run, with the same computation of a step as ``config``."""
+    """Return the options of a short run, with the same computation of a step as ``config``.
+
+    Args:
+        rows: number of rows of the training data; ``None`` if it is not known.
+    """
     steps = steps_of(config, on_gpu=on_gpu)
-    long = (config.iters or (0 if config.epochs else 1000)) >= COMPILE_FROM_BATCHES
-    compiled = on_gpu and long and config.compile == "auto" and _can_be_compiled(config.model)
+    batches = config.batches(math.ceil((rows or 0) / config.batch_size))
+    compiled = on_gpu and is_compiled(config.compile, batches, _type_of(config.model))
     values = {
         name: value
         for name, value in config.model_dump(mode="json").items()
@@ -389,10 +417,10 @@ def settings(
     return {name: value for name, value in {**values, **changed}.items() if value is not None}
 
 
-def _can_be_compiled(model: str) -> bool:
+def _type_of(model: str) -> str | None:
     with suppress(AllhandsError):  # a new model is named by other options
-        return can_be_compiled(read_config(resolve(model)).get("model_type"))
-    return True
+        return read_config(resolve(model)).get("model_type")
+    return None
 
 
 def _failure(told: str, code: int) -> AllhandsError:

@@ -26,7 +26,7 @@ from allhands.checkpoints.resuming import (
 )
 from allhands.checkpoints.settings import check_contents, check_settings, check_versions
 from allhands.config.pretrain_schema import pretraining
-from allhands.config.schema import COMPILE_FROM_BATCHES, TrainConfig
+from allhands.config.schema import TrainConfig
 from allhands.data.pieces import Pieces
 from allhands.distributed.agree import agree
 from allhands.distributed.backend import Communicator
@@ -35,7 +35,7 @@ from allhands.distributed.hierarchy import first_ranks
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError
 from allhands.kernels.documents import require_isolation
-from allhands.kernels.known import can_be_compiled
+from allhands.kernels.known import can_be_compiled, is_compiled
 from allhands.kernels.selection import KernelSelection
 from allhands.model.adapters import (
     Trainable,
@@ -512,11 +512,7 @@ def compiles(config: TrainConfig, batches: int, model: Any) -> bool:
 
     ``batches``: number of batches of the run.
     """
-    if config.compile == "auto":
-        return batches >= COMPILE_FROM_BATCHES and can_be_compiled(
-            getattr(model, "model_type", None)
-        )
-    return config.compile == "on"
+    return is_compiled(config.compile, batches, getattr(model, "model_type", None))
 
 
 def pass_context(
