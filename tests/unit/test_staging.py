@@ -310,3 +310,15 @@ def test_a_lock_that_a_killed_process_left_is_taken(tmp_path: Path) -> None:
     (tmp_path / ".out.publishing").touch()
     subprocess.run([sys.executable, "-c", PUBLISHES, str(tmp_path / "out")], check=True, timeout=60)
     assert names(tmp_path) == ["out"]
+
+
+def test_a_file_that_appears_meanwhile_does_not_cost_the_result(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "config.json").write_text("old")
+    seen = require_place(target, "a model", ("config.json",), force=True)
+    with staging(target) as staged:
+        (staged / "config.json").write_text("new")
+        (target / ".DS_Store").touch()
+        publish(staged, target, seen)
+    assert (target / "config.json").read_text() == "new"

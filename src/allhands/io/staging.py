@@ -78,20 +78,21 @@ def staging(target: Path, *, private: bool = False) -> Generator[Path]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What was at a place when it was looked at, for :func:`publish`: the directory, and the time
-    of the last change of its entries; ``None`` for nothing.
+    """The directory that was at a place when it was looked at, for :func:`publish`; ``None`` for
+    nothing.
+
+    A file that appears in it does not count: macOS's Finder writes one where a person looks.
     """
 
-    found: tuple[int, int] | None
+    found: int | None
 
     @classmethod
     def at(cls, place: Path) -> Seen:
         """Look at ``place``."""
         try:
-            status = place.stat()
+            return cls(place.stat().st_ino)
         except OSError:
             return cls(None)
-        return cls((status.st_ino, status.st_mtime_ns))
 
 
 def publish(staged: Path, target: Path, seen: Seen | None = None, *, private: bool = False) -> None:
