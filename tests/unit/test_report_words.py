@@ -99,14 +99,14 @@ def test_validation_that_rises_while_training_stands_still_may_be_overfitting() 
 
 
 @pytest.mark.parametrize("bottom", [260, 280])
-def test_one_or_two_rising_validations_are_a_first_sign_only(bottom: int) -> None:
+def test_one_or_two_validations_that_rise_little_are_a_first_sign_only(bottom: int) -> None:
     found = [
         one
-        for one in judged(lambda step: 4 - 3 * step / 300, valley(bottom, 4))
+        for one in judged(lambda step: 4 - 3 * step / 300, valley(bottom, 1))
         if one.kind == "overfitting"
     ]
     assert [one.level for one in found] in (["note"], [])
-    exact = judged(lambda step: 4 - 3 * step / 300, valley(bottom, 4), noise=0.0)
+    exact = judged(lambda step: 4 - 3 * step / 300, valley(bottom, 1), noise=0.0)
     assert [(one.kind, one.level) for one in exact] == [("overfitting", "note")]
     assert f"the {(300 - bottom) // 20} validation" in exact[0].text
 

@@ -34,6 +34,8 @@ FEW_SKIPPED, MANY_SKIPPED = 0.02, 0.2  # of all steps
 MOST_SEEN = (
     0.5  # of the validation examples: if more are trained on, too, their loss is no evidence
 )
+BY_HEART = 0.5  # of the lowest validation loss: a training loss below this is learnt by heart
+SHARE = 0.003  # of all that a loss has changed: less is no change that matters
 GRAVE = 1.75  # times the slope that is sure: only a steeper one is called "diverging"
 
 _UNKNOWN = Course()
@@ -103,7 +105,7 @@ def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgeme
     over = list(_overfitting(train, valid, course))
     if _is_bad(ruined):
         # A loss that has jumped is judged neither as fitting nor as underfitting.
-        found += [one for one in over if one.kind == "overfitting"]
+        found += [one for one in over if one.level == "warning"]
     else:
         found += (
             over
@@ -259,11 +261,14 @@ def _excursion(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement
     not.
     """
     before = _before(valid)
+    if before is None:
+        return
+    chance = FAR * scatter(train)  # validations are of more examples, and always of the same
     for name, curve, bound in (
-        ("validation", valid.since(1), FAR_ABOVE),
-        ("training", train, SHOT),
+        ("validation", valid.since(1), FAR_ABOVE * before),
+        ("training", train, SHOT * before + chance),
     ):
-        if before is None or not len(curve) or np.max(curve.losses) <= bound * before:
+        if not len(curve) or np.max(curve.losses) <= bound:
             continue
         place = int(np.argmax(curve.losses))
         text = f"In the middle of the run {name} loss was {curve.losses[place]:.3f} (step {curve.steps[place]:.0f}), far "
@@ -310,40 +315,80 @@ def _numbers(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
 
 
 def _overfitting(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
-    """Judge a rise of the validation loss since its best, by the training loss in that time."""
+    """Judge a rise of the validation loss since its best, by the training loss in that time.
+
+    A rise since before the first step makes a run worse than before training, which is told apart.
+    """
     after = _risen_since(valid)
-    if after is None:
+    if after is None or not after.steps[0]:
         return
     step, low, last = float(after.steps[0]), float(after.losses[0]), float(after.losses[-1])
-    meanwhile, count = train.since(step), len(after) - 1
+    count = len(after) - 1
     text = (
         f"validation loss was lowest at step {step:.0f} ({low:.3f}) and has risen in the {count} "
     )
     text += f"validation{'s' * (count > 1)} since, to {last:.3f} ({_by(low, last)}), "
-    kind, change = "overfitting", sure_change(meanwhile)
-    better = f"The weights of step {step:.0f} are better"
-    if change < -FALL and count >= RISING:
-        text = f"Overfitting: {text}while training loss fell from {from_to(meanwhile)}. {better} (best/, if kept); "
-        yield Judgement(
-            kind, "warning", f"{text}fewer steps, more data, dropout or a smaller rank help."
-        )
-    elif change < -FALL:
-        text = f"Perhaps the beginning of overfitting: {text}while training loss fell from {from_to(meanwhile)}. "
+    sure = count >= RISING or last > low * FAR_ABOVE
+    learnt = _learnt(train, step, low)
+    if learnt and sure:
+        text += f"while training loss {learnt}. The weights of step {step:.0f} are better (best/, if kept); "
+        text += "fewer steps, more data, dropout or a smaller rank help."
+        yield Judgement("overfitting", "warning", f"Overfitting: {text}")
+    elif learnt:
+        text += f"while training loss {learnt}. "
         text += "More steps would have shown it." if course.is_over else "Watch what follows."
-        yield Judgement(kind, "note", text)
-    elif change > FALL and count >= RISING:
-        text = f"Diverging: {text}and training loss has risen, too, from {from_to(meanwhile)}. That is not "
-        yield Judgement(
-            "diverging",
-            "bad",
-            f"{text}overfitting: the run diverges. {course.lower}, or clip gradients.",
-        )
-    elif count >= RISING:
-        seen = "" if len(meanwhile) < 2 else f": it went from {from_to(meanwhile)}"
-        text = (
-            f"Perhaps overfitting: {text}while training loss shows no clear fall{seen}. {better}."
-        )
-        yield Judgement(kind, "note", text)
+        yield Judgement("overfitting", "note", f"Perhaps the beginning of overfitting: {text}")
+    elif last > low * (1 + HARDLY):  # validation losses may wander by less
+        yield _rising(train.since(step), text, last - low if sure else None, course)
+
+
+def _rising(train: Curve, text: str, rise: float | None, course: Course) -> Judgement:
+    """Judge a rise of the validation loss while training loss does not fall.
+
+    Args:
+        train: the training loss in that time.
+        text: the rise in words.
+        rise: how far the validation loss has risen, if surely.
+    """
+    seen = f": it went from {from_to(train)}" if len(train) > 1 else ""
+    if rise is not None and _rises_too(train, rise):
+        text = f"Diverging: {text}and training loss has risen, too{seen}. That is not overfitting: the run diverges. "
+        return Judgement("diverging", "bad", f"{text}{course.lower}, or clip gradients.")
+    text = f"Perhaps overfitting: {text}while training loss shows no clear fall{seen}. "
+    return Judgement("overfitting", "note", f"{text}The weights of the lowest loss are better.")
+
+
+def _learnt(train: Curve, step: float, low: float) -> str:
+    """Return in words that the training loss has fallen since a step, or is far below the lowest
+    validation loss; empty if neither.
+    """
+    if _fell(since := train.since(step)):
+        return f"fell from {from_to(since)}"
+    return f"went from {from_to(train)}" if ends(train)[1] < BY_HEART * low else ""
+
+
+def _fell(train: Curve) -> bool:
+    """Return whether the training loss has surely fallen, as the losses at its ends show, too."""
+    if len(train) < 3 or sure_change(train) >= -FALL:
+        return False
+    first, last = ends(train)
+    return last < first * (1 - RISE)
+
+
+def _rises_too(train: Curve, rise: float) -> bool:
+    """Return whether the training loss rises with a validation loss that has risen by ``rise``."""
+    if len(train) < 2:
+        return False
+    first, last = ends(train)
+    each_time = len(train) > 2 and bool(np.all(np.diff(train.losses) > 0))
+    sure = sure_change(train) > FALL or each_time or last - first > 2 * _error_of_ends(train)
+    return sure and last - first > rise / 4
+
+
+def _error_of_ends(curve: Curve) -> float:
+    """Return the standard error of the difference between the two ends of a curve."""
+    # Of a median: 1.25 times that of a mean.
+    return 1.25 * scatter(curve) * sqrt(2 / tenth(curve))
 
 
 def _risen_since(valid: Curve) -> Curve | None:
@@ -352,11 +397,16 @@ def _risen_since(valid: Curve) -> Curve | None:
         return None
     step, low = _lowest(valid)
     after = valid.since(step)
-    # Each time, though a line through a rise that flattens is not sure; or surely as a whole.
-    rises = bool(np.all(np.diff(after.losses) > 0)) or (
-        len(after) > RISING and sure_change(after) > 0
+    if len(after) < 2 or after.losses[-1] < low * (1 + RISE) or not _matters(after, valid):
+        return None
+    later = after.losses[1:]
+    # Each time; or surely as a whole; or to a height around which the later ones scatter.
+    rises = (
+        bool(np.all(np.diff(after.losses) > 0))
+        or (len(after) > RISING and sure_change(after) > 0)
+        or (len(later) > 1 and float(np.min(later)) - low > max(np.ptp(later), HARDLY * low))
     )
-    return after if len(after) > 1 and rises and after.losses[-1] >= low * (1 + RISE) else None
+    return after if rises else None
 
 
 def _diverging(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
@@ -383,8 +433,8 @@ def _risen(train: Curve, valid: Curve) -> tuple[float, float] | None:
         return first, newest
     # A loss that jumped just now does not change the median of the last tenth yet.
     last = max(last, float(np.min(train.losses[-3:])))
-    error = 1.25 * scatter(train) * sqrt(2 / tenth(train))  # of a median: 1.25 times that of a mean
-    if unheard and len(train) >= ENDS and last - first > max(FAR * error, HARDLY * abs(first)):
+    error = FAR * _error_of_ends(train)
+    if unheard and len(train) >= ENDS and last - first > max(error, HARDLY * abs(first)):
         return first, last
     line = trend(train)
     if falls or line is None or line.steepness < GRAVE or line.change < HARDLY:
@@ -437,35 +487,76 @@ def _would_be_seen(train: Curve, valid: Curve) -> bool:
 
 
 def _underfitting(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
-    """Judge whether the model learned hardly anything, or whether both curves still fall over the
-    last third, which is fine in a run that goes on.
-    """
-    if not _learns(train, valid):
+    """Judge whether the model learned hardly anything, or could learn more in further steps."""
+    if _learns(train, valid):
+        yield from _still_learning(train, valid, course)
+    else:
         yield _unlearning(train, valid, course)
-        return
+
+
+def _still_learning(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
+    """Judge whether losses still fall over the last third, which is fine in a run that goes on."""
     third = float(train.steps[-1] - (train.steps[-1] - train.steps[0]) / 3)
-    stretch, known = train.since(third), valid.since(third)
-    if sure_change(stretch) > -FALL or len(stretch) < 3:
+    stretch, known = train.since(third), _of_the_end(valid, third)
+    falls = _fell(stretch) and _matters(stretch, train)
+    helps = _falls_on(known, valid, third, FALL if falls else HARDLY)
+    if not (falls or helps):
         return
-    both = sure_change(known) < -FALL
-    text = f"(from step {third:.0f}) training loss fell from {from_to(stretch)}"
-    text += (
-        f", and validation loss from {known.losses[0]:.3f} to {known.losses[-1]:.3f}."
-        if both
-        else "."
-    )
+    text = _falling(third, stretch if falls else None, known if helps else None)
     if not course.is_over:
-        yield Judgement(
-            "fitting", "good" if both else "note", f"Learning: over the last third so far {text}"
-        )
-    elif both:
-        text = f"Underfitting: over the last third {text} Both still fall: more steps would help."
+        yield Judgement("fitting", "good" if helps else "note", f"Learning: {text}")
+    elif helps:
+        still = "Both still fall" if falls else "It still falls"
+        text = f"Underfitting: {text} {still}: more steps would help."
         yield Judgement("underfitting", "warning", text)
     elif len(known) < 2:
-        text = f"Still learning at the end: over the last third {text} It is not clear whether more steps would help"
-        if course.seen < MOST_SEEN:
-            text += " without two validations there: lower --steps-per-eval"
-        yield Judgement("underfitting", "note", f"{text}.")
+        yield _unknown_yet(text, course)
+
+
+def _unknown_yet(text: str, course: Course) -> Judgement:
+    text = f"Still learning at the end: {text} It is not clear whether more steps would help"
+    if course.seen < MOST_SEEN:
+        text += " without two validations there: lower --steps-per-eval"
+    return Judgement("underfitting", "note", f"{text}.")
+
+
+def _of_the_end(valid: Curve, third: float) -> Curve:
+    """The validations of the last third of the steps; if it is a single one, also the last one before
+    it, from the middle of the run on.
+    """
+    known = valid.since(third)
+    if len(known) != 1:
+        return known
+    middle = third - 0.6 * (known.steps[-1] - third)  # or hardly before it
+    before = valid.steps[(valid.steps < third) & (valid.steps >= middle)]
+    return valid.since(float(before[-1])) if len(before) else known
+
+
+def _falling(third: float, stretch: Curve | None, known: Curve | None) -> str:
+    seen: list[str] = []
+    if stretch is not None:
+        text = f"over the last third (from step {third:.0f}) training loss fell from"
+        seen.append(f"{text} {from_to(stretch)}")
+    if known is not None:
+        text = f"validation loss fell from {known.losses[0]:.3f} (step {known.steps[0]:.0f}) to"
+        seen.append(f"{text} {known.losses[-1]:.3f}")
+    return f"{', and '.join(seen)}."
+
+
+def _falls_on(known: Curve, valid: Curve, third: float, bound: float) -> bool:
+    """Return whether the last validations fall by more than ``bound`` over the last third."""
+    if not _falls(known) or not _matters(known, valid):
+        return False
+    first, last = float(known.losses[0]), float(known.losses[-1])
+    share = min(1.0, (known.steps[-1] - third) / (known.steps[-1] - known.steps[0]))
+    return (first - last) * share > bound * abs(first)
+
+
+def _matters(part: Curve, whole: Curve) -> bool:
+    """Return whether a change is not tiny beside all that the loss has changed."""
+    return len(part) > 1 and abs(float(np.subtract(*ends(part)))) > SHARE * float(
+        np.ptp(whole.losses)
+    )
 
 
 def _unlearning(train: Curve, valid: Curve, course: Course) -> Judgement:
