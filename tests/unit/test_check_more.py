@@ -297,6 +297,19 @@ def test_epochs_without_end_are_said(
 
 
 @pytest.mark.parametrize(
+    ("batches", "size", "told"), [(2, 4, True), (3, 4, False), (-1, 1, False), (0, 1, False)]
+)
+def test_few_rows_that_are_validated_are_said_though_there_are_more(
+    tmp_path: Path, tiny_model: Path, batches: int, size: int, told: bool
+) -> None:
+    rows = [row(f"Why {n}?", f"So it is, matey {n}.") for n in range(60)]
+    folder = write(tmp_path / "data", rows[:40], rows[40:])
+    given = {"train": True, "model": str(tiny_model), "data": str(folder)}
+    config = build_config({**given, "val_batches": batches, "batch_size": size})
+    assert any("--val-batches" in note for note in load_data(config).notes) == told
+
+
+@pytest.mark.parametrize(
     ("valid", "told"), [(2, True), (9, True), (10, False), (20, False), (0, False)]
 )
 def test_a_validation_set_of_a_few_rows_is_said(

@@ -81,3 +81,62 @@ def test_faults_of_one_computer_are_not_those_of_a_network(hosts: list[str], net
     samples = [replace(SAMPLE, rank=rank, host=host) for rank, host in enumerate(hosts)]
     (sign,) = signs_of(made, samples)
     assert ("cluster check" in sign.advice) is network
+
+
+def advised(comm_s: float, way: str, config: dict[str, object], **made_by: object) -> list[str]:
+    """All advice to a run of two computers, whose GPUs are full."""
+    made = history(2, comm_s=comm_s)
+    assert made.started is not None
+    made.started = replace(made.started, strategy=way, **made_by)  # type: ignore[arg-type]
+    full = {"gpu_used_bytes": 95, "gpu_total_bytes": 100}
+    samples = [replace(SAMPLE, rank=rank, host=host, **full) for rank, host in enumerate("ab")]
+    return [sign.advice for sign in signs_of(made, samples, config)]
+
+
+@pytest.mark.parametrize(
+    ("way", "config"),
+    [
+        ("fully sharded", {"strategy": "auto"}),
+        ("", {"strategy": "zero3"}),
+        ("data parallel, --cp 2", {"strategy": "auto", "cp": 2}),
+        ("matrices divided, --tp 2", {"strategy": "auto", "tp": 2}),
+    ],
+)
+@pytest.mark.parametrize("hosts", [["a", "a"], ["a", "b"]])
+def test_ranks_that_hold_parts_are_told_neither_to_be_one_nor_to_have_shares(
+    way: str, config: dict[str, object], hosts: list[str]
+) -> None:
+    made = history(2, comm_s=0.8)
+    assert made.started is not None
+    made.started = replace(made.started, strategy=way)
+    samples = [replace(SAMPLE, rank=rank, host=host) for rank, host in enumerate(hosts)]
+    (sign,) = signs_of(made, samples, config)
+    for words in ("leave -n", "alone would need", "--rank-weights"):
+        assert words not in sign.advice
+
+
+def test_the_way_that_auto_took_counts() -> None:
+    (sign, _) = advised(0.69, "pipeline", {"strategy": "auto"})
+    assert "alone would need" not in sign
+    assert "--batch-size" in sign
+
+
+def test_only_what_would_change_something_is_advised() -> None:
+    plain = " ".join(advised(0.4, "data parallel", {"strategy": "auto", "rank_weights": "equal"}))
+    for flag in (
+        "--rank-weights auto",
+        "--grad-checkpoint",
+        "--strategy zero1",
+        "--strategy fsdp",
+    ):
+        assert flag in plain
+    config: dict[str, object] = {"strategy": "zero1", "grad_checkpoint": True, "rank_weights": None}
+    told = " ".join(advised(0.4, "optimizer divided", config))
+    for flag in ("--rank-weights", "--grad-checkpoint", "--strategy zero1"):
+        assert flag not in told
+    assert "--strategy fsdp" in told
+    sharded = " ".join(advised(0.4, "fully sharded", {"strategy": "fsdp"}))
+    assert "--strategy" not in sharded
+    # These cannot be updated in parts, and on these GPUs nobody knows the speed of a rank.
+    assert "zero1" not in " ".join(advised(0.4, "data parallel", {"optimizer": "muon"}))
+    assert "--rank-weights auto" not in " ".join(advised(0.4, "data parallel", {}, backend="nccl"))

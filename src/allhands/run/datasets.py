@@ -480,12 +480,18 @@ def _held_notes(config: TrainConfig, trained: int, held: int, shared: int) -> It
         yield f"{held:,} of {held + trained:,} examples are validation, and never trained on"
     if config.val_batches == 0:
         return
+    validated = min(
+        held, config.val_batches * config.batch_size if config.val_batches > 0 else held
+    )
     if not held:
         misnamed = (Path(config.data) / "eval.jsonl").is_file()
         more = " (there is an eval.jsonl: call it valid.jsonl)" if misnamed else ""
         yield f"no valid.jsonl: training goes on without validation{more}"
-    elif held < ENOUGH_VALIDATION:
-        yield f"valid: {counted(held, 'example')}: too few for a reliable loss"
+    elif validated < ENOUGH_VALIDATION:
+        told = counted(held, "example")
+        if validated < held:
+            told = f"{validated} of {told} (--val-batches {config.val_batches})"
+        yield f"valid: {told}: too few for a reliable loss"
 
 
 def size_notes(
