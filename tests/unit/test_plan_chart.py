@@ -211,6 +211,16 @@ def test_what_is_faster_than_a_link(link: str, told: str) -> None:
     assert faster_than(link_of(link)) == told
 
 
+def test_processes_of_one_computer_are_told_of_no_cable() -> None:
+    slow = {"exposed": 0.7, "speed_up": 0.6, "accumulated": 0.9}
+    apart = situation(**slow, faster="10GbE in place of wifi")
+    assert "10GbE" in " ".join(advise(apart).reasons)
+    found = advise(replace(apart, together=True))
+    assert found.outcome == "one machine"
+    assert "10GbE" not in " ".join(found.reasons)
+    assert "machine" not in found.title
+
+
 def test_larger_batches_are_offered_on_the_computers_whose_numbers_are_told() -> None:
     few = situation(exposed=0.7, speed_up=0.6, accumulated=1.1)
     assert few.offer is not None

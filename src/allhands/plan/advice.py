@@ -163,6 +163,11 @@ class Situation:
         )
 
     @property
+    def stay(self) -> str:
+        """The advice against several, in words."""
+        return f"stay on one {'process' if self.together else 'machine'}"
+
+    @property
     def which(self) -> str:
         """The single computer, as an addition to the advice."""
         return f": {self.one}" if self.one else ""
@@ -279,14 +284,14 @@ def _done_soon(at: Situation, walk: _Walk) -> Advice | None:
     if at.fits_one and not (again or worth):
         return walk.end(
             "one machine",
-            "stay on one machine, and let it run",
+            f"{at.stay}, and let it run",
             _saved(at, "setting up may take as long"),
         )
     long = walk.ask(LONG, at.long, f"about {format_duration(at.alone_s)}", large)
     if at.fits_one and not long:
         return walk.end(
             "one machine",
-            "stay on one machine",
+            at.stay,
             f"it is done within the hour; {_saved(at, 'too little to matter')}",
         )
     return None
@@ -324,7 +329,7 @@ def _helped(at: Situation, walk: _Walk) -> Advice:
     )
     if at.offer is None and at.inside is None:
         walk.ask(MORE, False, "not all can hold their share" if at.machines > 1 else there)
-        return walk.end("one machine", f"stay on one machine{at.which}", *_why_no_others(at))
+        return walk.end("one machine", f"{at.stay}{at.which}", *_why_no_others(at))
     walk.ask(MORE, True, there)
     if at.inside is not None:
         walk.ask(
@@ -356,7 +361,7 @@ def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
             else ""
         )
         too_small = f"{offer.fast(at)}: too little to be worth the trouble"
-        return walk.end("one machine", f"stay on one machine{at.which}", too_small, one_row)
+        return walk.end("one machine", f"{at.stay}{at.which}", too_small, one_row)
     larger = at.larger or offer
     four = (
         f"{as_fast(larger.accumulated)} on {at.several(larger.machines)} with four batches a step"
@@ -371,12 +376,19 @@ def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
             "a larger batch changes the training: watch the validation loss, and raise the learning rate with care",
             machines=larger.machines,
         )
+    # No cable makes processes of one computer exchange faster.
+    outcome, title = (
+        ("one machine", at.stay)
+        if at.together
+        else ("faster link", f"{at.stay} until the link is faster")
+    )
+    faster = "" if at.together else at.faster
     return walk.end(
-        "faster link",
-        "stay on one machine until the link is faster",
-        f"{offer.fast(at)}: the link takes the rest",
+        outcome,
+        title,
+        f"{offer.fast(at)}: the {'exchange' if at.together else 'link'} takes the rest",
         "; or ".join(
-            filter(None, [at.faster, "" if at.adapters else "LoRA, whose gradients are small"])
+            filter(None, [faster, "" if at.adapters else "LoRA, whose gradients are small"])
         ),
         ""
         if at.packed
