@@ -136,3 +136,39 @@ def test_a_training_loss_that_only_a_line_lowers_is_not_said_to_fall() -> None:
     train = Curve.of([(3.0 * k, loss) for k, loss in enumerate([4.6, 4.5, *losses])])
     valid = Curve.of([(0, 4.6), (6, 3.90), (40, 3.95), (80, 3.98), (123, 4.02)])
     assert "overfitting" not in {one.kind for one in judge(train, valid)}
+
+
+@pytest.mark.parametrize("shift", [-10.0, -4.0, 0.0])
+def test_losses_of_a_persons_own_loop_may_be_negative_or_zero(shift: float) -> None:
+    """They are judged by the same changes, relative to their size."""
+    train = Curve.of([(10.0 * k, shift) for k in range(1, 21)])
+    flat = Curve.of([(40.0 * k, shift) for k in range(6)])
+    assert kinds(judge(train, flat)) == [("underfitting", "warning")]
+    rises = Curve.of([(40.0 * k, shift + k) for k in range(6)])
+    assert ("worse", "bad") in kinds(judge(train, rises))
+    falls = Curve.of([(40.0 * k, shift - k) for k in range(6)])
+    assert {one.level for one in judge(train, falls)}.isdisjoint({"bad"})
+
+
+def test_a_run_that_went_on_from_a_trained_one_does_not_underfit_at_its_level() -> None:
+    train = Curve.of([(500.0 + 10 * k, 1 + 0.02 * (-1) ** k) for k in range(1, 21)])
+    level = Curve.of([(500, 1.5), (570, 1.502), (640, 1.498), (700, 1.501)])
+    (found,) = judge(train, level, Course(began=500))
+    assert (found.kind, found.level) == ("settled", "note")
+    assert kinds(judge(train, level)) == [("underfitting", "warning")]
+
+
+def test_a_few_skipped_steps_do_not_silence_the_judgement_of_the_curves() -> None:
+    train, valid = (
+        Curve.of([(step, 1 + 3 * math.exp(-step / 20)) for step in range(first, 201, every)])
+        for first, every in ((5, 5), (0, 40))
+    )
+    found = judge(train, valid, Course(skipped=2, steps=200))
+    assert kinds(found) == [("skipped", "note"), ("fitting", "good")]
+
+
+def test_more_reports_are_no_remedy_where_none_has_a_finite_loss() -> None:
+    nothing = Curve.of([(float(step), math.nan) for step in range(1, 9)])
+    found = judge(nothing, Curve.of([(0, 3.0)]))
+    assert [one.kind for one in found] == ["numbers", "short", "validation"]
+    assert "--steps-per-report" not in " ".join(one.text for one in found)

@@ -33,6 +33,7 @@ class Course:
         is_over: True if the run has ended in any way; else its end is not judged.
         rate: the highest learning rate; ``None``: unknown.
         seen: share of the validation examples that the model is trained on, too.
+        began: steps done before the first report, by another run from which this one went on.
     """
 
     norms: Curve = field(default_factory=lambda: Curve.of([]))
@@ -42,6 +43,7 @@ class Course:
     is_over: bool = True
     rate: float | None = None
     seen: float = 0.0
+    began: int = 0
 
     @property
     def at_the_end(self) -> str:

@@ -67,6 +67,7 @@ def judge_run(history: RunHistory, *, is_over: bool | None = None) -> list[Judge
             default=None,
         ),
         seen=history.started.seen if history.started else 0.0,
+        began=history.starts[0].step if history.starts else 0,
     )
     return judge(train, valid, course)
 
@@ -98,7 +99,7 @@ def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgeme
         return [
             *found,
             *([] if ruined else _better_before(valid)),
-            _too_short(len(train), course),
+            _too_short(len(train), course, told=bool(found)),
             *missing,
         ]
     valid = _unseen(valid, course)
@@ -115,9 +116,14 @@ def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgeme
         found += [] if _is_bad(found) else _excursion(train, valid, course)
         found += _exploding(train, valid, course)
     found += missing
-    return sorted(
-        found or [_fitting(train, valid, course)], key=lambda one: _ORDER.index(one.level)
-    )
+    if all(map(_says_nothing_of_curves, found)):
+        found.append(_fitting(train, valid, course))
+    return sorted(found, key=lambda one: _ORDER.index(one.level))
+
+
+def _says_nothing_of_curves(found: Judgement) -> bool:
+    """Return whether it tells of a few steps that changed nothing."""
+    return found.kind == "skipped" and found.level == "note"
 
 
 def _unseen(valid: Curve, course: Course) -> Curve:
@@ -151,9 +157,11 @@ def _unvalidated(valid: Curve, course: Course) -> Iterator[Judgement]:
         )
 
 
-def _too_short(count: int, course: Course) -> Judgement:
+def _too_short(count: int, course: Course, *, told: bool) -> Judgement:
+    """Say that nothing is judged; ``told``: other findings say already what to do."""
     text = f"{count or 'no'} training report{'s' * (count > 1)} with a loss: too few to judge"
-    text += ". Lower --steps-per-report to see more of short runs." if course.is_over else " yet."
+    advice = "" if told else " Lower --steps-per-report to see more of short runs."
+    text += f".{advice}" if course.is_over else " yet."
     return Judgement("short", "note", f"There {'are' if count > 1 else 'is'} {text}")
 
 
@@ -161,6 +169,13 @@ def _lowest(valid: Curve) -> tuple[float, float]:
     """Step and height of the lowest loss."""
     best = int(np.argmin(valid.losses))
     return float(valid.steps[best]), float(valid.losses[best])
+
+
+def _raised(loss: float, factor: float) -> float:
+    """Return a loss that is ``factor`` times as high; of a negative one, as of a person's own loop,
+    as far above it as that of its size.
+    """
+    return loss + (factor - 1) * abs(loss)
 
 
 def _by(first: float, last: float) -> str:
@@ -174,7 +189,7 @@ def _better_before(valid: Curve) -> Iterator[Judgement]:
     if not len(valid):
         return
     (step, low), last = _lowest(valid), float(valid.losses[-1])
-    if last > low * FAR_ABOVE:
+    if last > _raised(low, FAR_ABOVE):
         text = (
             f"Validation loss was lowest at step {step:.0f} ({low:.3f}) and is {last:.3f} at step "
         )
@@ -202,7 +217,7 @@ def _ruined(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
         yield guesses
     elif before is not None and len(trained):
         yield from _worse(train, trained, before, course)
-    elif before is not None and float(np.min(train.losses[-3:])) > before * FAR_ABOVE:
+    elif before is not None and float(np.min(train.losses[-3:])) > _raised(before, FAR_ABOVE):
         text = f"Worse than before training: validation loss was {before:.3f} before the first step, and training loss "
         text += f"is {train.losses[-1]:.3f} at step {train.steps[-1]:.0f}. {course.slower}"
         yield Judgement("worse", "bad", text)
@@ -213,7 +228,7 @@ def _worse(train: Curve, trained: Curve, before: float, course: Course) -> Itera
     later ones.
     """
     last, (step, low) = float(trained.losses[-1]), _lowest(trained)
-    if last <= before * (1 + RISE):
+    if last <= _raised(before, 1 + RISE):
         return
     text = f"Worse than before training: validation loss was {before:.3f} before the first step and is {last:.3f} "
     text += f"({_by(before, last)}) {course.at_the_end}; "
@@ -229,7 +244,7 @@ def _worse(train: Curve, trained: Curve, before: float, course: Course) -> Itera
         text += "learning rate or more data."
     else:
         text += course.slower
-    yield Judgement("worse", "bad" if last > before * (1 + HARDLY) else "warning", text)
+    yield Judgement("worse", "bad" if last > _raised(before, 1 + HARDLY) else "warning", text)
 
 
 def _guessing(
@@ -265,8 +280,8 @@ def _excursion(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement
         return
     chance = FAR * scatter(train)  # validations are of more examples, and always of the same
     for name, curve, bound in (
-        ("validation", valid.since(1), FAR_ABOVE * before),
-        ("training", train, SHOT * before + chance),
+        ("validation", valid.since(1), _raised(before, FAR_ABOVE)),
+        ("training", train, _raised(before, SHOT) + chance),
     ):
         if not len(curve) or np.max(curve.losses) <= bound:
             continue
@@ -328,7 +343,7 @@ def _overfitting(train: Curve, valid: Curve, course: Course) -> Iterator[Judgeme
         f"validation loss was lowest at step {step:.0f} ({low:.3f}) and has risen in the {count} "
     )
     text += f"validation{'s' * (count > 1)} since, to {last:.3f} ({_by(low, last)}), "
-    sure = count >= RISING or last > low * FAR_ABOVE
+    sure = count >= RISING or last > _raised(low, FAR_ABOVE)
     learnt = _learnt(train, step, low)
     if learnt and sure:
         text += f"while training loss {learnt}. The weights of step {step:.0f} are better (best/, if kept); "
@@ -338,7 +353,7 @@ def _overfitting(train: Curve, valid: Curve, course: Course) -> Iterator[Judgeme
         text += f"while training loss {learnt}. "
         text += "More steps would have shown it." if course.is_over else "Watch what follows."
         yield Judgement("overfitting", "note", f"Perhaps the beginning of overfitting: {text}")
-    elif last > low * (1 + HARDLY):  # validation losses may wander by less
+    elif last > _raised(low, 1 + HARDLY):  # validation losses may wander by less
         yield _rising(train.since(step), text, last - low if sure else None, course)
 
 
@@ -364,7 +379,7 @@ def _learnt(train: Curve, step: float, low: float) -> str:
     """
     if _fell(since := train.since(step)):
         return f"fell from {from_to(since)}"
-    return f"went from {from_to(train)}" if ends(train)[1] < BY_HEART * low else ""
+    return f"went from {from_to(train)}" if 0 < ends(train)[1] < BY_HEART * low else ""
 
 
 def _fell(train: Curve) -> bool:
@@ -372,7 +387,7 @@ def _fell(train: Curve) -> bool:
     if len(train) < 3 or sure_change(train) >= -FALL:
         return False
     first, last = ends(train)
-    return last < first * (1 - RISE)
+    return last < _raised(first, 1 - RISE)
 
 
 def _rises_too(train: Curve, rise: float) -> bool:
@@ -397,14 +412,14 @@ def _risen_since(valid: Curve) -> Curve | None:
         return None
     step, low = _lowest(valid)
     after = valid.since(step)
-    if len(after) < 2 or after.losses[-1] < low * (1 + RISE) or not _matters(after, valid):
+    if len(after) < 2 or after.losses[-1] < _raised(low, 1 + RISE) or not _matters(after, valid):
         return None
     later = after.losses[1:]
     # Each time; or surely as a whole; or to a height around which the later ones scatter.
     rises = (
         bool(np.all(np.diff(after.losses) > 0))
         or (len(after) > RISING and sure_change(after) > 0)
-        or (len(later) > 1 and float(np.min(later)) - low > max(np.ptp(later), HARDLY * low))
+        or (len(later) > 1 and float(np.min(later)) - low > max(np.ptp(later), HARDLY * abs(low)))
     )
     return after if rises else None
 
@@ -452,7 +467,8 @@ def _falls(valid: Curve) -> bool:
 def _learns(train: Curve, valid: Curve) -> bool:
     """Return whether either curve has fallen by more than scatter explains."""
     if len(valid) > 1:
-        change = float(valid.losses[-1]) / float(valid.losses[0]) - 1
+        begin = float(valid.losses[0])
+        change = (float(valid.losses[-1]) - begin) / max(abs(begin), 1e-12)
         # The first report may cover many steps and come after the fall, which validation saw from
         # step 0 on.
         if change < -HARDLY or (_falls(valid) and change < -FALL):
@@ -570,6 +586,10 @@ def _unlearning(train: Curve, valid: Curve, course: Course) -> Judgement:
             "scatter", "note", f"{text}{', or train for longer' if course.is_over else ''}."
         )
     first, last = ends(train)
+    if course.began:
+        text = f"No clear fall since step {course.began}, from which this run went on: training loss was {first:.3f} "
+        text += f"at first and is {last:.3f} {course.at_the_end}. What it learned before is not judged here."
+        return Judgement("settled", "note", text)
     text = f"training loss is {'hardly' if last < first else 'not'} below its start: {first:.3f} at first, {last:.3f} "
     text += course.at_the_end
     if len(valid) > 1:
