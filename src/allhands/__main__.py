@@ -10,7 +10,7 @@ open_closed_streams()  # before anything else gets their numbers
 
 from allhands.cli.main import main  # noqa: E402
 from allhands.runtime.blas import preload_blas  # noqa: E402
-from allhands.runtime.command import interrupt_raises, keep_interrupts  # noqa: E402
+from allhands.runtime.command import exit_at_term, interrupt_raises, keep_interrupts  # noqa: E402
 from allhands.runtime.jit_cache import prepare_process  # noqa: E402
 from allhands.runtime.without_torch import leave_torch_out  # noqa: E402
 
@@ -47,7 +47,7 @@ def run() -> None:
     """
     arguments = sys.argv[1:]
     if arguments and arguments[0] in _WRITING:
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        exit_at_term()
     prepare_process()
     if loads_mlx(arguments):
         preload_blas()

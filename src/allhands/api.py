@@ -21,6 +21,7 @@ from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import ConfigError, Interrupted
 from allhands.io.notebook import NotebookOutput, in_notebook
 from allhands.io.terminal import progress_console, tell
+from allhands.runtime.command import Echoes
 
 if TYPE_CHECKING:
     from allhands.cluster.environment import LaunchPlace
@@ -182,6 +183,7 @@ class _Stops:
         self.pace = pace
         self._speaks = speaks
         self._before: dict[int, Any] = {}
+        self._echoes = Echoes()
         self._started = False
         self._signal = 0
 
@@ -223,8 +225,10 @@ class _Stops:
             signal.signal(number, handler)
 
     def _hear(self, number: int, _frame: FrameType | None) -> None:
-        self._put_back()
-        if not self._started:
+        if self._echoes.has(number):
+            return
+        if self._signal or not self._started:
+            self._put_back()
             signal.raise_signal(number)
             return
         self._signal = number

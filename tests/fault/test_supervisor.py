@@ -264,6 +264,16 @@ def test_the_second_stop_signal_does_not_wait(start: Callable[..., Job]) -> None
     assert not (job.directory / "saved-1").exists()
 
 
+def test_an_echo_of_a_stop_signal_does_not_end_the_save(start: Callable[..., Job]) -> None:
+    job = start("save 1", "save 1")
+    job.wait_for("started")
+    job.process.send_signal(signal.SIGTERM)
+    job.wait_for("stopping")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish(timeout=10) == 143
+    assert (job.directory / "saved-1").exists()
+
+
 def test_ranks_that_do_not_stop_in_time_are_killed(start: Callable[..., Job]) -> None:
     job = start("stop", "save 20", stop_grace_s=0.5)
     job.wait_for("started")

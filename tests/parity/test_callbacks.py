@@ -293,6 +293,13 @@ def test_the_second_stop_ends_at_once(own_run: Callable[..., Any], tmp_path: Pat
     assert read_metrics(tmp_path / "run").ended.reason == "interrupted"  # type: ignore[union-attr]
 
 
+def test_an_echo_of_a_stop_is_no_second_one(own_run: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        own_run((2, signal.SIGTERM), (2, signal.SIGTERM))
+    assert read_metrics(tmp_path / "run").ended.reason == "interrupted"  # type: ignore[union-attr]
+    assert (tmp_path / "run" / "checkpoints" / "step-0000002").is_dir()
+
+
 def test_a_persons_own_handler_stays(own_run: Callable[..., Any]) -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))

@@ -32,7 +32,11 @@ _LOST = "allhands: ended at once; what was not saved is lost\n"
 
 
 def stopped(
-    directory: Path, *numbers: int, way: str = _WAY, started: str = _STARTED
+    directory: Path,
+    *numbers: int,
+    way: str = _WAY,
+    started: str = _STARTED,
+    pause_s: float = 0.7,
 ) -> tuple[int, str, str, float]:
     """Exit code, output, errors, and the seconds from the last signal to the end."""
     environ = {
@@ -56,9 +60,10 @@ def stopped(
             time.sleep(0.02)
         for number in numbers:
             process.send_signal(number)
-            time.sleep(0.7)  # longer than the watch sleeps: each counts for itself
+            time.sleep(pause_s)  # usually longer than the watch sleeps: each counts for itself
         began = time.monotonic()
-        if len(numbers) < 2:
+        if len(numbers) < 2 or pause_s < 0.5:
+            time.sleep(0.7 - pause_s)
             process.kill()
         out, err = process.communicate(timeout=20)
     return process.returncode, out, err, time.monotonic() - began
@@ -77,6 +82,13 @@ def test_only_who_pressed_ctrl_c_is_told_to_press_it_again(
 ) -> None:
     code, out, err, _ = stopped(tmp_path, number)
     assert (code, out, err) == (-signal.SIGKILL, said, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_an_echo_of_one_request_is_no_second_request(tmp_path: Path, number: int) -> None:
+    """``timeout`` sends its signal to the command, and at once again to the command's group."""
+    code, out, err, _ = stopped(tmp_path, number, number, pause_s=0.05)
+    assert (code, out.count("stopping"), err) == (-signal.SIGKILL, 1, "")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -31,6 +31,7 @@ from allhands.cluster.place import below
 from allhands.cluster.training import supervise_training, work
 from allhands.errors import AllhandsError, ConfigError
 from allhands.io.terminal import say
+from allhands.runtime.command import exit_at_term
 from allhands.runtime.gpus import nvidia_gpus
 
 
@@ -60,7 +61,8 @@ def run_container(arguments: Sequence[str], machine: Machine) -> int:
     output = below(machine.root, "/opt/ml/output")
     failure_file = output / "failure" if output.is_dir() else None
     # Linux ignores signals for which the first process of a container has no handler.
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    before = signal.getsignal(signal.SIGTERM)
+    exit_at_term()
     try:
         launch = machine.launch()
         failure_file = launch.failure_file

@@ -37,6 +37,7 @@ from allhands.io.files import make_directory
 from allhands.io.staging import Scratch
 from allhands.observe.journal import Journal, SupervisorEvent
 from allhands.observe.monitor import Identity, ProcessSampler, monitor_file
+from allhands.runtime.command import Echoes
 from allhands.runtime.threads import in_background
 
 __all__ = ["LaunchSpec", "SuperviseOptions", "SupervisorEvent", "SupervisorSeams", "supervise"]
@@ -536,13 +537,16 @@ def _numbered(seats: Sequence[str]) -> list[tuple[str, int]]:
 def _caught_signals() -> Generator[deque[int], None, None]:
     """Within the block, put the signals that ask a job to end into a queue, and do nothing else."""
     received: deque[int] = deque()
+    echoes = Echoes()
+
+    def hear(number: int, _frame: object) -> None:
+        if not echoes.has(number):
+            received.append(number)
+
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    before = {
-        number: signal.signal(number, lambda caught, _: received.append(caught))
-        for number in _STOPS
-    }
+    before = {number: signal.signal(number, hear) for number in _STOPS}
     try:
         yield received
     finally:

@@ -50,7 +50,7 @@ from allhands.errors import (
 from allhands.io.files import private_opener, storage_error_of
 from allhands.io.terminal import is_screen, tell
 from allhands.observe.monitor import Identity, ProcessSampler, monitor_file
-from allhands.runtime.command import keep_interrupts
+from allhands.runtime.command import Echoes, keep_interrupts
 from allhands.runtime.jit_cache import prepare_process, publish
 
 _POLL_S = 0.5
@@ -103,6 +103,7 @@ class WorkerContext:
         self._sampler: ProcessSampler | None = None
         self._pace = Pace()
         self._warned = False
+        self._echoes = Echoes()
 
     def observe(self) -> None:
         """From now on sample this process's memory and phases, into a file beside its log.
@@ -250,7 +251,7 @@ class WorkerContext:
     def handle_signal(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal in the main thread; it runs late if that is blocked in a collective."""
         self._stop_signal = self._stop_signal or _meaning(number)
-        if not self._started:
+        if not self._started and not self._echoes.has(number):
             raise KeyboardInterrupt
 
     def watch(self, signals: socket.socket, supervisor: psutil.Process | None) -> NoReturn:
@@ -261,11 +262,12 @@ class WorkerContext:
         process, so a rank gets it both directly and from the supervisor, which passes it on. If the
         supervisor wants to end the process at once, it sends SIGKILL.
         """
-        deadline = float("inf")
+        deadline, echoes = float("inf"), Echoes()
         while True:
             ready, _, _ = select.select([signals], [], [], _POLL_S)
             received = signals.recv(64) if ready else b""
-            for number in (_meaning(caught) for caught in received if caught in _STOPS):
+            stops = (caught for caught in received if caught in _STOPS)
+            for number in (_meaning(caught) for caught in stops if not echoes.has(caught)):
                 if deadline < float("inf"):
                     if supervisor is not None:
                         continue

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 
 _COMMAND = "allhands"
 _AGAIN_S = 0.02
+_ECHO_S = 0.5
 _CALLS_A_PROGRAM = "allhands.loops.starting"  # the module of a rank that calls a person's function
 
 
@@ -59,6 +61,38 @@ def keep_interrupts() -> None:
         again.start()
 
     sys.unraisablehook = hook
+
+
+class Echoes:
+    """Recognises a signal that one sender sends twice.
+
+    ``timeout`` sends SIGTERM to its command and then to the command's group, and schedulers send it
+    to a launcher that passes it on. Ctrl-C has no echo: a person may press it twice quickly.
+    """
+
+    def __init__(self) -> None:
+        self._heard: dict[int, float] = {}
+
+    def has(self, number: int) -> bool:
+        """Return whether this signal repeats an equal one of the last half second."""
+        if number == signal.SIGINT:
+            return False
+        now = time.monotonic()
+        if now - self._heard.get(number, -_ECHO_S) < _ECHO_S:
+            return True
+        self._heard[number] = now
+        return False
+
+
+def exit_at_term() -> None:
+    """Let SIGTERM end this process with exit code 143, so that it removes what is half written."""
+    echoes = Echoes()
+
+    def end(number: int, _frame: object) -> None:
+        if not echoes.has(number):
+            sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def _interrupt_main_thread() -> None:
