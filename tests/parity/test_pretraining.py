@@ -354,6 +354,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "rows": ({"max_seq_length": 99}, "rows of 99 tokens do not fit a block size of 48"),
     "half precision": ({"dtype": "bfloat16"}, "a CPU computes in float32"),
     "experts": ({"experts": 4}, "a llama has no experts"),
+    "too large a vocabulary": ({"vocabulary": 10**11}, "give a whole number from 1"),
 }
 
 
@@ -365,6 +366,15 @@ def test_wrong_input_is_one_message(place: Path, tmp_path: Path, name: str) -> N
         pretrain({key: value for key, value in values.items() if value is not None})
     assert caught.value.exit_code == 2
     assert message in str(caught.value)
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_shape_larger_than_the_memory_is_refused_before_it_is_made(
+    place: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(AllhandsError) as caught:
+        pretrain({**flags(place, tmp_path / "run"), "layers": 10**8})
+    assert (caught.value.code, caught.value.exit_code) == ("memory-too-small", 4)
     assert not (tmp_path / "run" / "model").exists()
 
 

@@ -94,6 +94,7 @@ def test_numbers_take_the_place_of_a_names() -> None:
         ("llama-15m", {"kv_heads": 4}, "kv_heads", "one of 1, 2, 3, 6"),
         ("llama-15m", {"norm_eps": 0.0}, "norm_eps", "not a positive number"),
         ("llama-15m", {"rope_theta": float("inf")}, "rope_theta", "not a positive number"),
+        ("llama-15m", {"vocabulary": 2**31}, "vocabulary", "a whole number from 1"),
         ("llama-15m", {"experts": 4}, "experts", "a llama has no experts"),
         ("mixtral-tiny", {"experts": 1}, "experts", "at least 2"),
         ("mixtral-tiny", {"experts_per_token": 5}, "experts_per_token", "5 of 4 experts"),

@@ -232,6 +232,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
     ("options", "code", "words"),
     [
         ({"vocabulary": 258}, 2, "give at least 259"),
+        ({"vocabulary": 10**11}, 2, "too many"),
         ({"vocabulary": 260, "special": ("<x>", "<y>")}, 2, "5 special ones"),
         ({"special": ("<x>", "<x>")}, 2, "'<x>' cannot be a special token, it is one already"),
         ({"special": ("<|pad|>",)}, 2, "it is one already"),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 NUM_BYTES = 256
+_MOST = 10**7  # the trainer sets memory aside for all of them
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
 TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
 CHATML = (
@@ -92,9 +93,14 @@ class VocabularyOptions:
                     hint="name each once; for example --special '<|tool|>'",
                 )
         least = NUM_BYTES + len(names)
+        reason = ""
         if self.vocabulary < least:
+            reason = f"few: {NUM_BYTES} bytes and {len(names)} special ones come first"
+        elif self.vocabulary > _MOST:
+            reason = f"many: this tokenizer has at most {_MOST:,}"
+        if reason:
             raise ConfigError(
-                f"{self.vocabulary} tokens are too few: {NUM_BYTES} bytes and {len(names)} special ones come first",
+                f"{self.vocabulary:,} tokens are too {reason}",
                 code="value-out-of-range",
                 where="--vocabulary",
                 hint=f"give at least {least}; usual are 4096 to 50000",

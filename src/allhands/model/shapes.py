@@ -35,6 +35,7 @@ _INTEGERS = (
     "vocabulary",
     "block_size",
 )
+_MOST = 2**31 - 1  # of an array's side in MLX
 _OTHER_NUMBERS = ("rope_theta", "norm_eps", "init_std")
 
 
@@ -147,12 +148,12 @@ class Shape:
 
 
 def _check_integer(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
         raise ConfigError(
             f"{value!r} is not a number of {name}",
             code="value-out-of-range",
             where=name,
-            hint=f"give a whole number from {least}",
+            hint=f"give a whole number from {least} to {_MOST:,}",
         )
 
 

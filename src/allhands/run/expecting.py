@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import psutil
 
-from allhands.config.pretrain_schema import pretraining
+from allhands.config.pretrain_schema import PretrainConfig, pretraining
 from allhands.config.schema import TrainConfig
 from allhands.data.loader import Largest, Loader
 from allhands.data.order import GlobalOrder
@@ -28,8 +28,10 @@ from allhands.io.formatting import format_bytes
 from allhands.io.trees import flatten
 from allhands.kernels import native
 from allhands.kernels.known import head_of
-from allhands.model.load import LoadedModel
+from allhands.model.fresh import shape_of
+from allhands.model.load import LoadedModel, LoadedTokenizer
 from allhands.model.quantized import bytes_of_form
+from allhands.model.shapes import num_parameters
 from allhands.model.stages import Stage
 from allhands.model.weight_files import all_bytes
 from allhands.parallel.costs import DelayedCosts, LocalCosts, Memory, PackedGradients, with_left_out
@@ -473,22 +475,41 @@ def require_room_for_weights(path: Path, accelerator: Accelerator, mesh: Mesh) -
     Raises:
         ModelError: the files of weights alone are larger than a rank's memory.
     """
-    needed = all_bytes(path)
-    device = Device(accelerator, mesh, 0)
-    if device.holds(needed):
-        return
     hint = (
         "divide the model among computers: with a second one (--hosts) --strategy auto takes --strategy fsdp or "
         "--strategy pipeline; or quantise it"
     )
     if mesh.context > 1:
         hint = "add --strategy fsdp: ranks then divide the arrays of the model, too; or quantise it"
-    raise ModelError(
-        f"the weights are {format_bytes(needed)}, and this process may have {format_bytes(device.room)} of memory",
-        code="memory-too-small",
-        where=str(path),
-        hint=hint,
+    _require_room(all_bytes(path), Device(accelerator, mesh, 0), str(path), hint)
+
+
+def require_room_for_shape(
+    config: PretrainConfig, tokenizer: LoadedTokenizer, accelerator: Accelerator, mesh: Mesh
+) -> None:
+    """Refuse a new model of which not even a rank's share of the weights fits into memory.
+
+    Raises:
+        ConfigError: the shape's numbers do not match.
+        ModelError: the share is larger than a rank's memory.
+    """
+    needed = num_parameters(shape_of(config, tokenizer)) * (4 if accelerator.kind == "cpu" else 2)
+    hint = (
+        "choose a smaller --shape, fewer --layers, or less of --dims, --mlp-dims and --vocabulary"
     )
+    _require_room(
+        needed // mesh.size, Device(accelerator, mesh, 0), f"--shape {config.shape}", hint
+    )
+
+
+def _require_room(needed: int, device: Device, where: str, hint: str) -> None:
+    if not device.holds(needed):
+        raise ModelError(
+            f"the weights are {format_bytes(needed)}, and this process may have {format_bytes(device.room)} of memory",
+            code="memory-too-small",
+            where=where,
+            hint=hint,
+        )
 
 
 def scarce(expected: int, present_bytes: int, ranks: int, room: int = 0) -> str | None:

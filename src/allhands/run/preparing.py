@@ -69,7 +69,13 @@ from allhands.run.context import RunContext
 from allhands.run.contexts import check_context
 from allhands.run.datasets import Datasets, chat_of, find_splits, open_data, tell_progress
 from allhands.run.dividing import DividedModel, split_agreed, stages_of
-from allhands.run.expecting import Device, packed_note, require_room_for_weights, roomy_form_fits
+from allhands.run.expecting import (
+    Device,
+    packed_note,
+    require_room_for_shape,
+    require_room_for_weights,
+    roomy_form_fits,
+)
 from allhands.run.facts import RankFacts
 from allhands.run.gradient_check import start_check
 from allhands.run.kernel_forms import KernelForms, kernel_forms
@@ -299,6 +305,7 @@ def _opened(
         )
         data = made_data(moment=_moment(surroundings, tested, checkpoint))
         if fresh is not None:
+            require_room_for_shape(fresh, tokenizer, accelerator, mesh)
             loaded = new_model(fresh, tokenizer, accelerator)
         else:
             compared = checkpoint is not None or mesh.size > 1 or surroundings.attest is not None
