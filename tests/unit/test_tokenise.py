@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from hypothesis import given, settings
@@ -23,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from allhands.data import tokenise
 from allhands.data.records import Record
 from allhands.data.render import Rendered
-from allhands.data.store import StoredTokens, open_store
+from allhands.data.store import StoredTokens, TokenSetReport, open_store
 from allhands.data.tokenise import (
     Rendering,
     every_core,
@@ -32,6 +33,7 @@ from allhands.data.tokenise import (
     tokenizer_facts,
     vocabulary_of,
 )
+from allhands.data.tokens import TokenSet
 from allhands.errors import ConfigError, DataError
 
 VOCABULARY = 259
@@ -461,6 +463,19 @@ def test_a_helper_ends_with_the_process_that_it_helps_however_that_ends() -> Non
         process.wait()
         helper.wait(timeout=20)
     assert not helper.is_running()
+
+
+@pytest.mark.parametrize(("bos", "targets"), [(0, 5), (None, 7), (9, 7)])
+def test_a_begin_token_is_never_predicted_and_has_no_bytes(
+    tmp_path: Path, bos: int | None, targets: int
+) -> None:
+    """Two texts of 11 bytes; the other first tokens have bytes of their text."""
+    tokens = np.array([0, 5, 6, 1, 0, 7, 1], dtype=np.int32)
+    mask = np.array([0, 1, 1, 1, 0, 1, 1], dtype=bool)
+    made = TokenSet.of(tokens, mask, np.array([0, 4, 7]))
+    report = TokenSetReport(2, 2, 2, 0, 0, 0, (), 7, 5, 0.0, num_text_bytes=11)
+    stored_tokens = StoredTokens(made, report, "", tmp_path, built=True)
+    assert stored_tokens.targets_per_byte(bos) == pytest.approx(targets / 11)
 
 
 def test_empty_texts_are_left_out_and_counted(tokenizer_path: Path) -> None:

@@ -119,6 +119,17 @@ class StoredTokens:
     path: Path
     built: bool
 
+    def targets_per_byte(self, bos: int | None) -> float | None:
+        """Return the predicted tokens for each byte of the texts, if each text is a row.
+
+        A begin-of-text token, ``bos``, has no bytes and is never predicted. ``None``: as
+        :attr:`TokenSetReport.tokens_per_byte`.
+        """
+        ratio, report = self.report.tokens_per_byte, self.report
+        if ratio is None or not report.num_tokens or self.tokens.tokens[0] != bos:
+            return ratio
+        return ratio * (1 - report.num_examples / report.num_tokens)
+
 
 class StoreWriter:
     """Appends examples to the files of a store; memory does not grow with them."""

@@ -98,10 +98,14 @@ def _evaluated(config: EvalConfig, surroundings: RunContext) -> Evaluation:
         loss, num_tokens, _ = evaluator()
     finally:
         surroundings.beat("end", 0)
-    report = ready.data.stored[config.split].report
-    ratio, num_examples = report.tokens_per_byte, None if config.packing else evaluator.num_windows
+    stored = ready.data.stored[config.split]
+    if config.packing:
+        ratio, num_examples = stored.report.tokens_per_byte, None
+    else:
+        bos: int | None = ready.loaded.tokenizer.bos_token_id
+        ratio, num_examples = stored.targets_per_byte(bos), evaluator.num_windows
     if evaluator.num_windows == len(windows):
-        num_examples = report.num_examples
+        num_examples = stored.report.num_examples
     perplexity = math.exp(loss) if loss < 700 else math.inf
     notes = tuple(
         note for note in (ready.accelerator.warning, *ready.data.notes, *ready.notes) if note
