@@ -105,6 +105,14 @@ def undisturbed(tmp_path: Path) -> RunHistory:
     return read_metrics(tmp_path / "undisturbed")
 
 
+def test_a_finished_run_that_is_started_again_has_not_gone_on(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    append(file, [*life(), replace(STARTED, step=60), RunEnded(60, "finished", 30.0)])
+    assert read_metrics(file).restarts == []
+    append(file, [replace(STARTED, step=60, attempt=2), RunEnded(60, "finished", 30.0)])
+    assert [step for step, _ in read_metrics(file).restarts] == [60]
+
+
 def test_the_undisturbed_run_is_what_the_loop_said(undisturbed: RunHistory) -> None:
     assert undisturbed.train == [train(step, step * 0.5) for step in range(10, 61, 10)]
     assert [(report.step, report.loss) for report in undisturbed.valid] == list(VALID.items())

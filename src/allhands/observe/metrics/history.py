@@ -206,7 +206,9 @@ def _go_on(history: RunHistory, event: RunStarted, kept: _Kept) -> tuple[_Kept, 
         entry.elapsed_s for entry in kept.values() if isinstance(entry, TrainReport | ValidReport)
     )
     before_s = max([event.elapsed_s, *times])
-    history.restarts.append((event.step, before_s))
+    # A finished run that a person starts again has no steps left: its curves do not go on.
+    if event.attempt > 1 or event.step < event.total_steps:
+        history.restarts.append((event.step, before_s))
     history.starts.append(event)
     # What is still wrong will be told again.
     history.warned = [one for one in history.warned if not one.about]
