@@ -442,6 +442,22 @@ def test_texts_in_a_mixture_are_counted_and_nothing_but_texts_cannot_be_masked(
     assert len(stored(texts, Rendering(load(tokenizer_path), True, "all", 64)).tokens) == 2
 
 
+@pytest.mark.slow
+def test_helpers_leave_no_warning_behind_an_error(tiny_model: Path, tmp_path: Path) -> None:
+    """Enough chats that helpers have begun."""
+    from tiny import run_allhands
+
+    row = '{"messages": [{"role": "user", "content": "%d"}, {"role": "assistant", "content": "aye"}]}\n'
+    with (tmp_path / "train.jsonl").open("w") as file:
+        file.writelines(row % line for line in range(40_000))
+        file.write("{\n")
+        file.writelines(row % line for line in range(40_000))
+    done = run_allhands("train", "--model", tiny_model, "--data", tmp_path, "--iters", 1)
+    assert done.returncode == 3
+    assert "train.jsonl:40001" in done.stderr
+    assert "Warning" not in done.stderr
+
+
 HELPED = """
 import os, time
 from loky import ProcessPoolExecutor

@@ -292,9 +292,10 @@ def _rendered(
                 # helper; loky does not.
                 from loky import ProcessPoolExecutor  # pyright: ignore[reportMissingTypeStubs]
 
-                pool = ProcessPoolExecutor(
-                    workers, timeout=600, initializer=_end_with, initargs=(os.getpid(),)
-                )
+                with _quiet_tracker():
+                    pool = ProcessPoolExecutor(
+                        workers, timeout=600, initializer=_end_with, initargs=(os.getpid(),)
+                    )
                 # After an error the helpers are killed: the rest of the data need not be rendered.
                 stack.callback(pool.shutdown, wait=True, kill_workers=True)
                 ahead = 2 * workers  # a chunk for each worker in the making, one ready
@@ -313,6 +314,23 @@ def _rendered(
                 yield first, _result(future, first, renderer)
         for first, future in waiting:
             yield first, _result(future, first, renderer)
+
+
+@contextmanager
+def _quiet_tracker() -> Generator[None]:
+    """Let loky start the process that removes its locks without warnings.
+
+    If this process ends suddenly, as a rank does at an error, the locks are removed all the same.
+    """
+    before = os.environ.get("PYTHONWARNINGS")
+    ours = "ignore:resource_tracker:UserWarning"
+    os.environ["PYTHONWARNINGS"] = f"{before},{ours}" if before else ours
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONWARNINGS"]
+        if before is not None:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 def _end_with(parent: int) -> None:
