@@ -218,7 +218,7 @@ def test_broken_directories(copy: Path) -> None:
         (config.replace('"llama"', '"alpaca"'), "alpaca not supported"),
         (config.replace('"hidden_size": 128', '"hidden_size": 64'), "cannot be built"),
         (config.replace('"hidden_size": 128', '"hidden_size": "x"'), "cannot be built"),
-        (config.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'), "cannot be built"),
+        (config.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'), "layers.2.mlp"),
     ):
         (copy / "config.json").write_text(content)
         fails(says)
@@ -235,6 +235,9 @@ def test_broken_directories(copy: Path) -> None:
     for length in (0, 100, 5000, len(whole) - 1):
         (copy / "model.safetensors").write_bytes(whole[:length])
         fails("torn")
+    kind = whole.index(b'"F32"')
+    (copy / "model.safetensors").write_bytes(whole[:kind] + b'"F64"' + whole[kind + 5 :])
+    fails("F64")
     (copy / "model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "model-00002-of-00002.safetensors"}}'
     )

@@ -230,6 +230,13 @@ def _check_weights(path: Path, *, partly: bool = False) -> list[Path]:
                 hint="allow reading it (chmod u+r), or fetch the model again",
             ) from error
         except RuntimeError as error:
+            if "unsupported dtype" in str(error):
+                raise ModelError(
+                    f"MLX cannot hold these weights: {first_line(error)}",
+                    code="weights-unreadable",
+                    where=str(file),
+                    hint="convert them with PyTorch, to float32, float16 or bfloat16",
+                ) from error
             raise ModelError(
                 f"the file of weights is torn: {first_line(error)}",
                 code="weights-torn",

@@ -32,6 +32,7 @@ Report = Callable[[str], None]
 
 # Raise the number at the end when the conversion changes: the model is then made again.
 _DEMO_NAME = "SmolLM2-135M-Instruct-4bit-1"
+_LISTED = 3
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
@@ -179,8 +180,15 @@ def _make_demo(target: Path, report: Report, run: Run) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message; the name of its class if it has no message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Return the first line of an error's message; the name of its class if it has no message.
+
+    If the line ends in a colon, the first lines of its list follow.
+    """
+    line, *more = (str(error).strip() or type(error).__name__).splitlines()
+    if not line.rstrip().endswith(":") or not more:
+        return line
+    listed = [one.strip(" ,.") for one in more[:_LISTED]]
+    return f"{line.rstrip()} {', '.join(listed)}{', ...' if len(more) > _LISTED else ''}"
 
 
 @contextmanager
