@@ -249,6 +249,25 @@ def test_no_row_is_lost(
     assert sum(reason["count"] for reason in report["reasons"]) == bad
 
 
+def test_the_list_of_rows_left_out_is_json_whatever_they_hold(tmp_path: Path) -> None:
+    run(tmp_path, {"a.jsonl": [{"text": "fine"}, '{"text": [NaN, -Infinity, 1e999]}']})
+    (line,) = (tmp_path / "out" / "left-out.jsonl").read_text().splitlines()
+    left = json.loads(line, parse_constant=lambda name: pytest.fail(name))
+    assert left["row"] == {"text": ["NaN", "-Infinity", "Infinity"]}
+
+
+@pytest.mark.parametrize("more", [{"weight": 5}, {"weight": "x"}, {"weight": 0, "train": True}])
+def test_a_chat_that_training_would_refuse_for_its_weights_is_left_out(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    asked, answer = ({"role": role, "content": "Aye?"} for role in ("user", "assistant"))
+    rows = [{"messages": [asked, answer | given]} for given in ({"weight": 1}, more)]
+    outcome = run(tmp_path, {"a.jsonl": rows})
+    assert (outcome.num_kept, outcome.left_out) == (1, 1)
+    (left,) = rows_of(tmp_path / "out" / "left-out.jsonl")
+    assert left["code"] == "message-weight-invalid"
+
+
 def test_what_is_left_out_is_listed_with_place_reason_and_row(tmp_path: Path) -> None:
     rows = [{"text": "fine"}, '{"text": oops}', {"text": ""}, {"text": None}, {"text": ""}]
     outcome = run(tmp_path, {"a.jsonl": rows})

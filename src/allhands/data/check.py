@@ -21,7 +21,7 @@ from allhands.data.arrays import Bools, Int32s
 from allhands.data.duplicates import Overlap
 from allhands.data.explained import openings, pattern_of, special_tokens
 from allhands.data.lengths import LengthSummary
-from allhands.data.messages import REASONING_KEYS
+from allhands.data.messages import REASONING_KEYS, is_untrained
 from allhands.data.outcome import Reasons
 from allhands.data.padding import Padding, estimate_padding
 from allhands.data.records import Record
@@ -31,7 +31,6 @@ from allhands.data.render import (
     Renderer,
     TrainOn,
     has_chat_template,
-    is_untrained,
 )
 from allhands.data.shapes import Example, remedy_of_warning, spoken_words
 from allhands.data.token_roles import own_tokens, stop_tokens

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from allhands.data.duplicates import normalise
 from allhands.data.heard import COLUMN_UNREAD, unread, words_of
+from allhands.data.messages import weight_of
 from allhands.data.outcome import LeftOut, Reasons, SourceTally, as_flags
 from allhands.data.parts import MISSING, ColumnNames, reach
 from allhands.data.records import Record
@@ -183,6 +184,9 @@ class Intake:
         )
         if self.options.merge_system:
             example = with_merged_system(example)
+        for index, message in enumerate((example.record and example.record.messages) or ()):
+            if message["role"] == "assistant":
+                weight_of(message, index)
         where = f"{row.source}:{row.line}"
         line = json.dumps(example.to_json(), ensure_ascii=False).encode() + b"\n"
         text = example.texts()

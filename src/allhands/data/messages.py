@@ -32,6 +32,8 @@ Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 INSTRUCTION_ROLES = ("system", "developer")
+# Keys by which a message says whether it is trained: 0 or false, 1 or true.
+_WEIGHTS = ("weight", "loss_weight", "train")
 TOOL_ROLES = ("tool", "function", "ipython")
 # Keys of a message that may hold the thinking before its answer.
 REASONING_KEYS = (
@@ -363,3 +365,40 @@ def merged_system(messages: Sequence[Message]) -> list[Message]:
         turns.append(message)
         system = ""
     return [*turns, {"role": "user", "content": system}] if system else turns
+
+
+def is_untrained(message: Message) -> bool:
+    """Return True if a key of the message says that it is not trained."""
+    return any(message.get(key, 1) == 0 for key in _WEIGHTS)
+
+
+def weight_of(message: Message, index: int) -> int | None:
+    """Return 1 or 0 if the message says whether it is trained; else ``None``.
+
+    Raises:
+        DataError: the weight is invalid, or weight 1 is given to a message that is not an answer.
+    """
+    given = {key: message[key] for key in _WEIGHTS if message.get(key) is not None}
+    if not given:
+        return None
+    for key, value in given.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise DataError(
+                f'messages[{index}]: "{key}" is {value!r}, it must be 0 or 1',
+                code="message-weight-invalid",
+                hint="0 leaves the answer out of the loss, 1 trains it; parts of a weight are not supported",
+            )
+    if len(set(given.values())) > 1:
+        raise DataError(
+            f"messages[{index}]: {given} contradict each other",
+            code="message-weight-invalid",
+            hint="keep one of these keys",
+        )
+    weight = int(next(iter(given.values())))
+    if weight and message["role"] != "assistant":
+        raise DataError(
+            f'messages[{index}]: "{next(iter(given))}" asks for a message of role {message["role"]} to be trained',
+            code="message-weight-invalid",
+            hint="--mask-prompt trains assistant messages only: give the others weight 0, or remove the key",
+        )
+    return weight

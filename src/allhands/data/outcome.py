@@ -88,11 +88,16 @@ class LeftOut:
 
     def write(self, entry: dict[str, Any], value: Any) -> None:
         """Append one line of ASCII: a row may have been left out for characters that UTF-8 cannot
-        hold.
+        hold. Numbers that JSON cannot hold become strings.
         """
         if value is not None:
             entry["row"] = value
-        self._file.write(json.dumps(entry, default=str).encode("ascii") + b"\n")
+        try:
+            line = json.dumps(entry, default=str, allow_nan=False)
+        except ValueError:
+            words = json.dumps(entry, default=str)
+            line = json.dumps(json.loads(words, parse_constant=str))
+        self._file.write(line.encode("ascii") + b"\n")
 
 
 @dataclass

@@ -41,15 +41,13 @@ from allhands.data.heard import (
     unread,
     words_of,
 )
-from allhands.data.messages import INSTRUCTION_ROLES, merged_system
+from allhands.data.messages import INSTRUCTION_ROLES, merged_system, weight_of
 from allhands.data.records import Message, Record, as_turns
 from allhands.data.templates import MERGE, NAMED, OPTION
 from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
 
 TrainOn = Literal["all", "last", "assistant"]
 
-# Keys by which a message says whether it is trained: 0 or false, 1 or true.
-_WEIGHTS = ("weight", "loss_weight", "train")
 # Records encoded at once: enough to keep all cores busy, and few enough to need little memory.
 _BATCH = 512
 # Most forms of conversations that are remembered.
@@ -232,7 +230,7 @@ class Renderer:
             # Answers in the prompt of a completion are not trained.
             asked = 0 if record.prompt is None else len(as_turns(record.prompt, "user"))
             wanted = [i for i in wanted if i >= asked]
-            weights = [_weight(message, i) for i, message in enumerate(messages)]
+            weights = [weight_of(message, i) for i, message in enumerate(messages)]
             wanted = [i for i in (wanted[-1:] if self._last_only else wanted) if weights[i] != 0]
         missing = unheard(
             written.lost, written.parts, record.turns, wanted, keeps_words=written.keeps_words
@@ -268,43 +266,6 @@ def has_chat_template(tokenizer: Any) -> bool:
     """Return True if conversations can be rendered for this tokenizer."""
     has = getattr(tokenizer, "has_chat_template", None)
     return bool(has) if has is not None else getattr(tokenizer, "chat_template", None) is not None
-
-
-def is_untrained(message: Message) -> bool:
-    """Return True if a key of the message says that it is not trained."""
-    return any(message.get(key, 1) == 0 for key in _WEIGHTS)
-
-
-def _weight(message: Message, index: int) -> int | None:
-    """Return 1 or 0 if the message says whether it is trained; else ``None``.
-
-    Raises:
-        DataError: the weight is invalid, or weight 1 is given to a message that is not an answer.
-    """
-    given = {key: message[key] for key in _WEIGHTS if message.get(key) is not None}
-    if not given:
-        return None
-    for key, value in given.items():
-        if not isinstance(value, bool | int | float) or value not in (0, 1):
-            raise DataError(
-                f'messages[{index}]: "{key}" is {value!r}, it must be 0 or 1',
-                code="message-weight-invalid",
-                hint="0 leaves the answer out of the loss, 1 trains it; parts of a weight are not supported",
-            )
-    if len(set(given.values())) > 1:
-        raise DataError(
-            f"messages[{index}]: {given} contradict each other",
-            code="message-weight-invalid",
-            hint="keep one of these keys",
-        )
-    weight = int(next(iter(given.values())))
-    if weight and message["role"] != "assistant":
-        raise DataError(
-            f'messages[{index}]: "{next(iter(given))}" asks for a message of role {message["role"]} to be trained',
-            code="message-weight-invalid",
-            hint="--mask-prompt trains assistant messages only: give the others weight 0, or remove the key",
-        )
-    return weight
 
 
 @dataclass(frozen=True)
