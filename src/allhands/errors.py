@@ -154,4 +154,11 @@ def in_our_words(message: str) -> str:
     message = message.replace("Field required", "is missing").replace(
         "Extra inputs are not permitted", "is unknown"
     )
+    # The name of a class of ours says nothing to a person.
+    kind, _, _ = message.partition(" or instance of ")
+    message = (
+        message
+        if kind == message
+        else kind.replace("a valid dictionary", "keys and values in braces")
+    )
     return message.partition(", unable to parse")[0]

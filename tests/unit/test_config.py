@@ -348,7 +348,7 @@ def test_one_option_under_two_names_is_refused(tmp_path: Path) -> None:
             "scale = alpha / rank",
         ),
         ({"lora_parameters": '{"ranks": 8}'}, "--lora-parameters", "ranks: "),
-        ({"lora_parameters": "8"}, "--lora-parameters", "LoraParameters"),
+        ({"lora_parameters": "8"}, "--lora-parameters", "keys and values"),
         ({"lora_parameters": '{"dropout": 1.0}'}, "--lora-parameters", "dropout: "),
         ({"lr_schedule": "triangle"}, "--lr-schedule", "name: "),
         (

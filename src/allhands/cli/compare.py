@@ -24,7 +24,7 @@ from allhands.infer.comparing import (
     place_of_answers,
     save_comparison,
 )
-from allhands.io.formatting import format_bytes
+from allhands.io.formatting import counted, format_bytes
 from allhands.io.terminal import console_for
 from allhands.run.adapter_files import check_adapter
 
@@ -103,7 +103,7 @@ def show_comparison(
 
 def comparison_table(comparison: AnswersCompared, show: int, max_tokens: int) -> Table:
     """Return a table of the first ``show`` answers side by side; they end after ``max_tokens``."""
-    caption = f"an answer ends after {max_tokens} tokens, wherever it is"
+    caption = f"an answer ends after {counted(max_tokens, 'token')}, wherever it is"
     table = Table(show_lines=True, expand=True, caption=caption, caption_justify="left")
     for name, ratio in (("prompt", 2), ("before", 4), ("after", 4)):
         table.add_column(name, ratio=ratio)

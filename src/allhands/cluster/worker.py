@@ -502,7 +502,7 @@ def as_allhands_error(error: BaseException) -> BaseException:
         errno.EROFS,
         errno.EFBIG,
     ):
-        return storage_error_of(error, "a file")
+        return storage_error_of(error, "standard output or a file")
     if not isinstance(error, RuntimeError):
         return error
     text = str(error)

@@ -179,14 +179,7 @@ class Intake:
         self.left_out.add(error, value)
 
     def _accept(self, number: int, row: Row) -> None:
-        example = parse_example(
-            row.value, self._columns_of(row.value), source=row.source, line=row.line
-        )
-        if self.options.merge_system:
-            example = with_merged_system(example)
-        for index, message in enumerate((example.record and example.record.messages) or ()):
-            if message["role"] == "assistant":
-                weight_of(message, index)
+        example = self._parsed(row)
         where = f"{row.source}:{row.line}"
         line = json.dumps(example.to_json(), ensure_ascii=False).encode() + b"\n"
         text = example.texts()
@@ -222,6 +215,15 @@ class Intake:
                     where,
                 )
             self._ids.add(key)
+
+    def _parsed(self, row: Row) -> Example:
+        columns = self._columns_of(row.value)
+        example = parse_example(row.value, columns, source=row.source, line=row.line)
+        messages = None if example.record is None else example.record.messages
+        for index, message in enumerate(messages or ()):
+            if message["role"] == "assistant":
+                weight_of(message, index)
+        return with_merged_system(example) if self.options.merge_system else example
 
     def _columns_of(self, value: Any) -> ColumnNames:
         """Return the column mapping if the row has one of its columns, else the default names.

@@ -188,6 +188,11 @@ def other_examples(before: str | None, now: str | None) -> bool:
     return None not in (before, now) and before != now
 
 
+def _is_restart(event: RunStarted) -> bool:
+    """Return False if a person has started a finished run again: its curves do not go on."""
+    return event.attempt > 1 or event.step < event.total_steps
+
+
 def _go_on(history: RunHistory, event: RunStarted, kept: _Kept) -> tuple[_Kept, float]:
     """Take a start into the history; return the entries that it keeps, and the seconds before it."""
     goes_on = event.step > 0 or event.attempt > 1
@@ -206,8 +211,7 @@ def _go_on(history: RunHistory, event: RunStarted, kept: _Kept) -> tuple[_Kept, 
         entry.elapsed_s for entry in kept.values() if isinstance(entry, TrainReport | ValidReport)
     )
     before_s = max([event.elapsed_s, *times])
-    # A finished run that a person starts again has no steps left: its curves do not go on.
-    if event.attempt > 1 or event.step < event.total_steps:
+    if _is_restart(event):
         history.restarts.append((event.step, before_s))
     history.starts.append(event)
     # What is still wrong will be told again.
