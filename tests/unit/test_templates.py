@@ -119,7 +119,15 @@ def test_a_template_is_read_from_jinja_and_from_a_tokenizers_configuration(tmp_p
 
 
 @pytest.mark.parametrize(
-    "content", [None, "hello", "{% for m in messages %}", "{{ messages[0 }}", "\udcff"]
+    "content",
+    [
+        None,
+        "hello",
+        '{"messages": [{"role": "user", "content": "a file of chats"}]}',
+        "{% for m in messages %}",
+        "{{ messages[0 }}",
+        "\udcff",
+    ],
 )
 def test_what_is_no_template_is_refused(tmp_path: Path, content: str | None) -> None:
     file = tmp_path / "t.jinja"

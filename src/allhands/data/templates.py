@@ -19,6 +19,8 @@ SystemPlace = Literal["template", "merge"]
 
 # The file in a model's directory, and beside an adapter, that holds the template.
 TEMPLATE_FILE = "chat_template.jinja"
+# A file of chats mentions them, too, but not in an expression of Jinja.
+_READS_MESSAGES = re.compile(r"\{[{%][^}]*\bmessages\b")
 _GENERATION = re.compile(r"\b(end)?generation(\s*[-+]?%\})")
 OPTION, MERGE = "--chat-template", "--system merge"
 
@@ -129,9 +131,9 @@ def read_template(name: str, *, kept: bool = False) -> str:
             where=where,
             hint=meant(path, hint, lambda near: read_template(str(near))),
         ) from None
-    if not isinstance(text, str) or "messages" not in text:
+    if not isinstance(text, str) or not _READS_MESSAGES.search(text):
         raise ConfigError(
-            "this is no chat template: it does not mention messages",
+            "this is no chat template: no expression in it mentions messages",
             code="chat-template-invalid",
             where=where,
             hint=hint,
