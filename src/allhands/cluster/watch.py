@@ -15,7 +15,9 @@ from allhands.cluster.ranks import Beat, LaunchSpec, Marks
 
 _LEAST_S = 4.0
 _LEAST_VALIDATE_S = 10.0
-_LEAST_FIRST_EXCHANGE_S = 30.0  # the first exchange may have to make connections and kernels
+# The first exchange may have to make connections and kernels; and before a step is measured, nothing
+# is known of how busy the computer is.
+_LEAST_FIRST_S = 30.0
 _SAVE_S = 600.0
 _RECENT_STEPS = 50
 _FACTOR = 2.0  # the limit is this many times the longest recent step
@@ -208,7 +210,7 @@ class ProgressWatch:
             self._together = latest
         seconds = self.pauses.age(now, latest)
         limit = max(self._limit("reduce"), self._limits.elsewhere_s)
-        if seconds <= (limit if self._exchanged else max(limit, _LEAST_FIRST_EXCHANGE_S)):
+        if seconds <= (limit if self._exchanged else max(limit, _LEAST_FIRST_S)):
             return None
         rank = min(beats, key=lambda rank: (beats[rank].step, rank))
         return Stall(rank, seconds, "reduce", beats[rank].step, mutual=len(beats) > 1)
@@ -232,12 +234,12 @@ class ProgressWatch:
         return self._limits.slack * (fixed[phase] if phase in fixed else self._step_limit(phase))
 
     def _step_limit(self, phase: str) -> float:
-        if self._limits.hang_timeout_s is not None:
-            limit: float | None = self._limits.hang_timeout_s
-        else:
-            limit = self._times.limit()
-            if phase == "validate" and self._validating:
-                limit = max(limit or 0.0, _FACTOR * self._validating)
-            if limit is None:
-                limit = self._limits.start_s  # nothing has been measured yet
-        return max(limit, _LEAST_VALIDATE_S) if phase == "validate" else limit
+        known = self._limits.hang_timeout_s
+        limit = self._times.limit() if known is None else known
+        if phase != "validate":
+            # The time of a start if nothing has been measured yet.
+            return self._limits.start_s if limit is None else limit
+        if known is None and self._validating:
+            least = _LEAST_FIRST_S if limit is None else limit
+            limit = max(least, _FACTOR * self._validating)
+        return max(self._limits.start_s if limit is None else limit, _LEAST_VALIDATE_S)
