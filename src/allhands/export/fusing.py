@@ -31,6 +31,7 @@ from allhands.io.staging import publish, staging
 from allhands.io.trees import flatten, unflatten
 from allhands.model.beyond import Use, limits_told
 from allhands.model.load import (
+    HARMED,
     Json,
     LoadedTokenizer,
     build,
@@ -40,6 +41,7 @@ from allhands.model.load import (
     copy_files,
     holds_files,
     load_tokenizer,
+    require_numbers,
     rows_of_embedding,
     save_weights,
     unpack,
@@ -151,7 +153,7 @@ def fuse_model(
         adapted = _adapted(options, path)
         wanted, kinds = _logits(adapted), _floating(adapted)
         del adapted
-        _require_numbers(wanted, options.adapter_path or path)
+        require_numbers(wanted, options.adapter_path or path)
         copy_files(path, staged, weights=False)
         model, config, count, again = _merged(options, path)
         kinds |= _floating(model)
@@ -330,20 +332,6 @@ def _require_same(expected: dict[str, Digest], weights: Weights, out: Path) -> N
             )
 
 
-_HARMED = "the training went wrong: take weights of an earlier step (RUN/best, RUN/checkpoints), or train again"
-
-
-def _require_numbers(logits: np.ndarray[Any, Any], weights: Path) -> None:
-    """Refuse weights whose outputs are not finite (ModelError)."""
-    if not np.isfinite(logits).all():
-        raise ModelError(
-            "their outputs are not finite numbers",
-            code="weights-not-finite",
-            where=str(weights),
-            hint=_HARMED,
-        )
-
-
 def _check(model: nn.Module, wanted: np.ndarray[Any, Any], limit: float | None, out: Path) -> float:
     """Compare the logits of the written model; ``limit`` is ``None`` if a difference is expected."""
     found = _logits(model)
@@ -358,7 +346,7 @@ def _check(model: nn.Module, wanted: np.ndarray[Any, Any], limit: float | None, 
             told,
             code="fused-model-not-finite",
             where=str(out),
-            hint=hint if mx.float16 in _floating(model) else _HARMED,
+            hint=hint if mx.float16 in _floating(model) else HARMED,
         )
     if limit is not None and difference > limit:
         raise ModelError(

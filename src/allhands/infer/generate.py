@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+import numpy as np
 import psutil
 from mlx_lm.generate import batch_generate, generation_stream, stream_generate, wired_limit
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tuner.utils import load_adapters
 
@@ -19,7 +21,13 @@ from allhands.data.token_roles import stop_at_answers
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError
 from allhands.model.adapters import unfit
-from allhands.model.load import LoadedModel, load_model, load_tokenizer, require_in_vocabulary
+from allhands.model.load import (
+    LoadedModel,
+    load_model,
+    load_tokenizer,
+    require_in_vocabulary,
+    require_numbers,
+)
 from allhands.model.passes import PassContext, apply_passes
 from allhands.model.quantized import is_quantized
 from allhands.model.tokenizer import positions_of
@@ -78,8 +86,8 @@ def load_for_generation(
 
     Raises:
         ConfigError: there is no such chat template.
-        ModelError: the model or the adapter is missing, they do not match, or there is no
-            memory for them.
+        ModelError: the model or the adapter is missing, they do not match, there is no memory for
+            them, or their outputs are not finite.
     """
     if adapter_path is not None:
         check_adapter(adapter_path)
@@ -111,7 +119,17 @@ def load_for_generation(
         short = not dense_form_fits(loaded.model, device)
         loaded = replace(loaded, notes=(*notes, packed_note(device.room))) if short else loaded
     apply_passes(loaded.model, PassContext(accelerator, "generate", short=short))
+    if cut is None:
+        _require_numbers(loaded.model, adapter_path or tokenizer.path)
     return loaded
+
+
+def _require_numbers(model: Any, weights: Path) -> None:
+    """Compute one token, because weights that are not numbers would give answers of one token
+    only.
+    """
+    logits = model(mx.array([[0]]), cache=make_prompt_cache(model))
+    require_numbers(np.array(logits.astype(mx.float32)), weights)
 
 
 def put_on(model: Any, adapter_path: Path) -> None:

@@ -15,12 +15,15 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.utils as mlx_lm
+import numpy as np
 from mlx.utils import tree_map_with_path
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from numpy.typing import NDArray
 
 from allhands.errors import ConfigError, ModelError
 from allhands.io.files import write_error
@@ -244,6 +247,25 @@ def _check_weights(path: Path, *, partly: bool = False) -> list[Path]:
                 hint="fetch the model again",
             ) from error
     return files
+
+
+# What to do with weights whose outputs are not finite.
+HARMED = "the training went wrong: take weights of an earlier step (RUN/best, RUN/checkpoints), or train again"
+
+
+def require_numbers(logits: NDArray[Any], weights: Path) -> None:
+    """Refuse weights whose outputs are not finite.
+
+    Raises:
+        ModelError: such outputs are among ``logits``.
+    """
+    if not np.isfinite(logits).all():
+        raise ModelError(
+            "their outputs are not finite numbers",
+            code="weights-not-finite",
+            where=str(weights),
+            hint=HARMED,
+        )
 
 
 def require_in_vocabulary(loaded: LoadedModel, token: int) -> None:
