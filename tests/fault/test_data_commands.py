@@ -62,8 +62,10 @@ def test_of_two_runs_into_one_directory_one_is_refused(tmp_path: Path) -> None:
     ]
     errors = [process.communicate(timeout=100)[1] for process in started]
     assert sorted(process.returncode for process in started) == [0, 2]
-    refused = "".join(errors)  # as it is while the other one writes, or afterwards
-    assert "the directory is not empty" in refused or "is there already" in refused
+    refused = [error for error in errors if "error: " in error]
+    assert len(refused) == 1
+    assert "out" in refused[0]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_demo_data_never_replace_other_data(tmp_path: Path) -> None:

@@ -298,7 +298,8 @@ def test_the_time_of_a_run_is_that_of_all_its_starts(tmp_path: Path) -> None:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     started = next(json.loads(line) for line in lines if '"started"' in line)
     with (run / "metrics.jsonl").open("a") as file:
-        print(json.dumps({**started, "step": 60, "elapsed_s": 31.0}), file=file)
+        again = {**started, "step": 60, "elapsed_s": 31.0, "total_steps": 100}
+        print(json.dumps(again), file=file)
     resumed = summary_of("run", run)
     assert once is not None
     assert resumed is not None

@@ -261,7 +261,7 @@ _GOOD = {"rank": 0, "step": 1, "kind": "kill"}
         ({**_GOOD, "write": 2}, "write goes with at save only"),
         ({**_GOOD, "kind": "nan", "at": "save"}, "nan happens at reduce only, not at save"),
         ({**_GOOD, "kind": "disk-full", "at": "step"}, "disk-full happens at save only"),
-        ([], "must be a valid dictionary"),
+        ([], "must be keys and values"),
     ],
 )
 def test_a_schedule_that_makes_no_sense(

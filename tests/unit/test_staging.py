@@ -307,7 +307,7 @@ def test_one_staged_directory_can_hold_another(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_a_killed_process_left_is_taken(tmp_path: Path) -> None:
-    (tmp_path / ".out.publishing").touch()
+    (tmp_path / ".allhands-publishing").touch()
     subprocess.run([sys.executable, "-c", PUBLISHES, str(tmp_path / "out")], check=True, timeout=60)
     assert names(tmp_path) == ["out"]
 

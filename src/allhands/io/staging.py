@@ -201,13 +201,13 @@ def require_place(out: Path, kind: str, files: tuple[str, ...], *, force: bool) 
 
 @contextmanager
 def publishing(target: Path) -> Generator[None]:
-    """Lock the name of ``target`` while a process looks at ``target`` and then publishes it.
+    """Lock the directory of ``target`` while a process looks at ``target`` and then publishes it.
 
     Other processes in this block wait. Without locks in the file system nobody waits. The lock is
-    on a file of its own, because a running job has the lock on its directory.
+    on a file of its own, because a running job has the lock on its directory. All names of a
+    directory share one file: what a killed process leaves, the next one removes.
     """
-    target = target.resolve()
-    file = target.with_name(f".{target.name}.publishing")
+    file = target.resolve().with_name(".allhands-publishing")
     descriptor = _lock_for_now(file)
     try:
         yield
