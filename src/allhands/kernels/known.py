@@ -18,7 +18,7 @@ import mlx.nn as nn
 import numpy as np
 
 from allhands.config.schema import COMPILE_FROM_BATCHES
-from allhands.kernels.selection import TILE
+from allhands.kernels.selection import pads_heads
 
 _PACKAGE = "mlx_lm.models."
 
@@ -263,7 +263,7 @@ def attends_padded(module: str, width: int) -> bool:
         width: features of a head.
     """
     listed = any(name.partition(".")[0] == module for name in ATTENTION)
-    return listed and width % 8 == 0 and width <= TILE
+    return listed and pads_heads(width)
 
 
 def normed(norm: Any, x: mx.array) -> mx.array:

@@ -18,6 +18,7 @@ Kind = Literal["cpu", "metal", "cuda"]
 DENSE_FROM_TOKENS = 200
 # On NVIDIA GPUs attention pads rows of so many tokens to a multiple of TILE.
 PADDED_FROM_TOKENS, TILE = 64, 128
+_WIDEST_HEAD = 128  # that cuDNN's attention takes
 
 # For each kind of device the forms of an operation, the rule's first. Operations with a single form
 # are left out. ``plain`` is MLX's own operations; the forms of loss_chunk are rows, or the size of
@@ -44,6 +45,13 @@ FORMS: Mapping[str, Mapping[Kind, tuple[str, ...]]] = {
 }
 # Only models with quantised weights compute these.
 QUANTISED = ("quantized_linear", "adapted_linear", "dequantize")
+
+
+def pads_heads(width: int) -> bool:
+    """Return true if attention on NVIDIA GPUs can pad rows of heads with ``width`` features: MLX
+    gives no others to cuDNN.
+    """
+    return width % 8 == 0 and width <= _WIDEST_HEAD
 
 
 def forms(name: str, kind: Kind, tokens: int) -> tuple[str, ...]:

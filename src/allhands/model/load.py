@@ -249,7 +249,7 @@ def _check_weights(path: Path, *, partly: bool = False) -> list[Path]:
     return files
 
 
-# What to do with weights whose outputs are not finite.
+# The advice where a model's outputs are not finite.
 HARMED = "the training went wrong: take weights of an earlier step (RUN/best, RUN/checkpoints), or train again"
 
 

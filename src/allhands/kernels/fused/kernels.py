@@ -262,7 +262,7 @@ def rope_vjp(
     heads = num_heads, k.shape[2]
     shape = (batch, tokens, num_heads + 2 * k.shape[2], features)
     work = _rope("rope_vjp", q, shape, (length, tokens), heads, norms)
-    # What is not read is not handed over, because it would stay in memory.
+    # Without norms the kernel does not read x; handing it over would keep it in memory.
     more = [x, norms.queries, norms.keys] if norms else [q, q, q]
     return work.run([*cotangents, turns, *more], [(shape, q.dtype)])[0]
 

@@ -19,6 +19,7 @@ from allhands.kernels.selection import (
     PLAIN,
     TILE,
     KernelSelection,
+    pads_heads,
 )
 from allhands.runtime.jit_cache import attends_by_cudnn
 
@@ -74,10 +75,10 @@ def attended_length(x: mx.array, mask: Any, selection: KernelSelection = BY_RULE
         x: (B, T, heads, D), queries, keys and values.
         mask: as MLX's attention takes it. Only with a causal one nothing sees the padding.
     """
-    length, features = x.shape[1], x.shape[-1]
+    length = x.shape[1]
     if not (isinstance(mask, str) and mask == "causal" and length >= PADDED_FROM_TOKENS):
         return length
-    fits = kernels.available() and kernels.in_half(x) and features % 8 == 0 and features <= TILE
+    fits = kernels.available() and kernels.in_half(x) and pads_heads(x.shape[-1])
     if not (fits and attends_by_cudnn()) or selection.select("attention", "cuda") == PLAIN:
         return length
     return -(-length // TILE) * TILE
