@@ -536,13 +536,17 @@ class FetchedModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def __call__(self, inputs: mx.array, cache: Any = None, **more: Any) -> mx.array:
-        """(B, 1, V) float32 logits of what follows (B, T) tokens."""
+    def __call__(
+        self, inputs: mx.array, cache: Any = None, *, length: int | None = None, **more: Any
+    ) -> mx.array:
+        """(B, 1, V) float32 logits of what follows the first ``length`` of (B, T) tokens, or all of
+        them.
+        """
         if cache is not None:
             more["cache"] = cache
         with nullcontext() if self._experts is None else self._experts.dispatch.passing(ALIKE):
             return logits_or_hidden(
-                self._sharding, self._sharding.units, None, inputs, more, self._wait
+                self._sharding, self._sharding.units, None, inputs, more, self._wait, length
             )
 
     def _wait(self, arrays: list[mx.array]) -> None:
@@ -554,6 +558,14 @@ def _wait_for(arrays: list[mx.array], heartbeat: Callable[[str], None]) -> float
     return waited_for(partial(mx.eval, arrays), heartbeat)[1]
 
 
+def following(logits: mx.array, length: int | None) -> mx.array:
+    """Return the (B, 1, V) float32 logits after the first ``length`` of T tokens, or after all, of
+    (B, T, V).
+    """
+    last = logits.shape[1] if length is None else length
+    return logits[:, last - 1 : last].astype(mx.float32)
+
+
 def logits_or_hidden(
     sharding: Sharding,
     units: Sequence[Unit],
@@ -561,9 +573,10 @@ def logits_or_hidden(
     inputs: mx.array,
     more: dict[str, Any],
     wait: Callable[[list[mx.array]], None],
+    length: int | None = None,
 ) -> mx.array:
-    """Return (B, 1, V) float32 logits after (B, T) tokens, or the hidden states that ``units`` pass
-    on.
+    """Return (B, 1, V) float32 logits after ``length`` of (B, T) tokens, or the hidden states that
+    ``units`` pass on.
 
     Args:
         received: hidden states of the block before these units; ``None``: they begin with the
@@ -574,7 +587,7 @@ def logits_or_hidden(
     for unit in sharding.fetched(units, wait):
         with unit.stage.computing(hidden):
             if unit.stage.blocks.is_last:
-                hidden = model(inputs, **more)[:, -1:].astype(mx.float32)
+                hidden = following(model(inputs, **more), length)
             else:
                 hidden = unit.stage.hidden(inputs, **more)
         mx.eval(hidden)

@@ -30,6 +30,7 @@ from allhands.parallel.engine import Engine, Messages, StageCompute, unheard
 from allhands.parallel.fsdp import (
     FetchedStage,
     fetched_stage,
+    following,
     logits_or_hidden,
     regions_within,
     units_of,
@@ -384,8 +385,12 @@ class PipedModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def __call__(self, inputs: mx.array, cache: Any = None, **more: Any) -> mx.array:
-        """(B, 1, V) float32 logits of what follows (B, T) tokens."""
+    def __call__(
+        self, inputs: mx.array, cache: Any = None, *, length: int | None = None, **more: Any
+    ) -> mx.array:
+        """(B, 1, V) float32 logits of what follows the first ``length`` of (B, T) tokens, or all of
+        them.
+        """
         if cache is not None:
             more["cache"] = cache
 
@@ -393,10 +398,12 @@ class PipedModel:
             stage = self._piping.stages[number]
             if self._sharding is not None:
                 units, wait = units_of(stage, self._sharding), self._messages.wait_for
-                return [logits_or_hidden(self._sharding, units, received, inputs, more, wait)]
+                return [
+                    logits_or_hidden(self._sharding, units, received, inputs, more, wait, length)
+                ]
             with stage.computing(received):
                 if stage.blocks.is_last:
-                    return [self.model(inputs, **more)[:, -1:].astype(mx.float32)]
+                    return [following(self.model(inputs, **more), length)]
                 return [stage.hidden(inputs, **more)]
 
         found = _forward(self._piping, self._messages, inputs.shape, computed)

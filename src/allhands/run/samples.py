@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -88,12 +88,9 @@ class Sampler:
         tokens = self._start(prompt)
         begun, ends = len(tokens), set(self.tokenizer.eos_token_ids)
         key = mx.random.key(self.seed + iteration * 1_000_003 + place)
-        model: Any = self.model
         while len(tokens) < min(begun + self.num_tokens, self.most):
             self.beat("validate", step)
-            padding = min(-len(tokens) % self.multiple, self.most - len(tokens))
-            row = mx.array([tokens + [0] * padding])
-            logits = model(row)[0, len(tokens) - 1].astype(mx.float32)
+            logits = self._logits(tokens)
             key, now = mx.random.split(key)
             cold = self.temperature == 0
             token = (
@@ -105,6 +102,14 @@ class Sampler:
             if tokens[-1] in ends:
                 break
         return self.tokenizer.decode(tokens[begun:], skip_special_tokens=True)
+
+    def _logits(self, tokens: list[int]) -> mx.array:
+        """Return the (V,) float32 logits of what follows ``tokens``."""
+        padding = min(-len(tokens) % self.multiple, self.most - len(tokens))
+        row, model = mx.array([tokens + [0] * padding]), cast("Any", self.model)
+        if isinstance(model, PipedModel | FetchedModel):
+            return model(row, length=len(tokens))[0, 0]
+        return model(row)[0, len(tokens) - 1].astype(mx.float32)
 
     def _start(self, prompt: str) -> list[int]:
         """Return the prompt's tokens: at least one, without an end-of-text token that the tokenizer
