@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from tiny import run_allhands, write_model
-from trained import assert_same, train, write_models
+from trained import assert_same, told, train, write_models, write_poisoned
 
 import allhands
 
@@ -61,6 +61,8 @@ MORE_TRAININGS = {
     ),
 }
 EVERY_WAY, EVERY_TRAINING = WAYS | OF_FOUR | OF_EXPERTS, TRAININGS | MORE_TRAININGS
+# Their models answer for one token alone, or by all ranks together.
+SAMPLED = ("one process", "arrays", "stages", "arrays x experts")
 CASES = [
     *((training, way) for training in TRAININGS for way in (*WAYS, *OF_EXPERTS)),
     *(
@@ -113,6 +115,46 @@ def test_norms_of_queries_and_keys(place: Path, monkeypatch: pytest.MonkeyPatch,
     name = f"normed by {way}"
     train(place, name, *TRAININGS["LoRA"], *WAYS[way], model="normed")
     assert_same(expected, place / name)
+
+
+@cache
+def ruined_in_one(place: Path, model: str) -> Path:
+    """The run of one process in the forms for a CPU, on examples that ruin updates, with samples."""
+    return ruined(place, "in one", model)
+
+
+def ruined(place: Path, name: str, model: str, *more: str) -> Path:
+    folder = place / f"ruined {model}"
+    if not folder.exists():
+        folder.mkdir()
+        write_poisoned(folder, experts=4 if model == "experts" else 0)
+    how = ("--data", str(folder / "with-z"), "--non-finite", "skip")
+    how += ("--sample-prompts", '["hello", "you"]', "--sample-tokens", "12")
+    train(folder, name, *how, *more, model="poisoned")
+    return folder / name
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        *SAMPLED,
+        *(
+            pytest.param(way, marks=pytest.mark.long)
+            for way in (*WAYS, *OF_FOUR, *OF_EXPERTS)
+            if way not in SAMPLED
+        ),
+    ],
+)
+def test_samples_and_ruined_updates(place: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """A GPU pads the rows of samples, so a divided model must answer before the end of a row."""
+    model = "experts" if way in OF_EXPERTS else "model"
+    expected = ruined_in_one(place, model)
+    simulate(monkeypatch)
+    found = ruined(place, way, model, *EVERY_WAY[way])
+    for event, *keys in (("skipped", "step", "examples"), ("sampled", "step", "text")):
+        assert told(found, event, *keys) == told(expected, event, *keys)
+    assert {at for each in told(found, "skipped", "examples") for at in each} == {5, 12}
+    assert len(told(found, "sampled", "text")) >= 2
 
 
 def test_the_forms_are_those_for_gpus(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
