@@ -99,15 +99,15 @@ class Shape:
     def _check_heads(self) -> None:
         if self.heads % self.kv_heads:
             below = [number for number in range(1, self.heads + 1) if self.heads % number == 0]
-            hint = f"give kv_heads one of {', '.join(map(str, below))}"
+            hint = f"give --kv-heads one of {', '.join(map(str, below))}"
             shared = counted(self.kv_heads, "head")
             queries = counted(self.heads, "query head")
             message = f"{shared} of keys and values cannot be shared equally by {queries}"
-            raise ConfigError(message, code="heads-not-divisible", where="kv_heads", hint=hint)
+            raise ConfigError(message, code="heads-not-divisible", where="--kv-heads", hint=hint)
         if self.head_dim % 2:
-            hint = "rotary positions need pairs: choose dims and heads so that dims / heads is even, or give head_dim"
+            hint = "rotary positions need pairs: choose --dims and --heads so that dims / heads is even, or give --head-dim"
             raise ConfigError(
-                f"{self.head_dim} is odd", code="value-invalid", where="head_dim", hint=hint
+                f"{self.head_dim} is odd", code="value-invalid", where="--head-dim", hint=hint
             )
         if self.family == "mixtral" and self.heads * self.head_dim != self.dims:
             message = (
@@ -116,25 +116,25 @@ class Shape:
             raise ConfigError(
                 message,
                 code="value-invalid",
-                where="head_dim",
-                hint="leave head_dim out: it is dims / heads",
+                where="--head-dim",
+                hint="leave --head-dim out: it is dims / heads",
             )
 
     def _check_experts(self) -> None:
         if self.family != "mixtral":
             if self.experts or self.experts_per_token:
-                hint = "take the family mixtral, or leave experts and experts_per_token out"
+                hint = "take the family mixtral, or leave --experts and --experts-per-token out"
                 raise ConfigError(
                     f"a {self.family} has no experts",
                     code="option-without-effect",
-                    where="experts",
+                    where="--experts",
                     hint=hint,
                 )
         elif self.experts < 2:
             raise ConfigError(
                 f"{self.experts} is too few",
                 code="value-out-of-range",
-                where="experts",
+                where="--experts",
                 hint="give at least 2, usually 8",
             )
         elif not 1 <= self.experts_per_token <= self.experts:
@@ -142,9 +142,14 @@ class Shape:
             raise ConfigError(
                 message,
                 code="value-out-of-range",
-                where="experts_per_token",
+                where="--experts-per-token",
                 hint=f"give 1 to {self.experts}, usually 2",
             )
+
+
+def _flag(name: str) -> str:
+    """Return the option that gives a number of a shape."""
+    return f"--{name.replace('_', '-')}"
 
 
 def _check_integer(name: str, value: object, least: int) -> None:
@@ -152,7 +157,7 @@ def _check_integer(name: str, value: object, least: int) -> None:
         raise ConfigError(
             f"{value!r} is not a number of {name}",
             code="value-out-of-range",
-            where=name,
+            where=_flag(name),
             hint=f"give a whole number from {least} to {_MOST:,}",
         )
 
@@ -166,8 +171,8 @@ def _check_positive(name: str, value: object) -> None:
         raise ConfigError(
             f"{value!r} is not a positive number",
             code="value-out-of-range",
-            where=name,
-            hint=f"leave {name} out for the usual one",
+            where=_flag(name),
+            hint=f"leave {_flag(name)} out for the usual one",
         )
 
 
@@ -307,13 +312,13 @@ def find_shape(name: str, numbers: Mapping[str, Any] | None = None) -> Shape:
     family: str = NAMED[name]["family"] if name in NAMED else name
     values = {"family": family, **_FAMILY_DEFAULTS[family], **NAMED.get(name, {}), **given}
     if missing := [key for key in _REQUIRED if key not in values]:
-        hint = f"give all of {', '.join(_REQUIRED)}, or take one of {', '.join(NAMED)}"
+        hint = f"give all of {', '.join(map(_flag, _REQUIRED))}, or take one of {', '.join(NAMED)}"
         if "block_size" in missing:
-            hint += "; block_size is the longest row that the model will read, and max_seq_length follows it"
+            hint += "; --block-size is the longest row that the model will read, and --max-seq-length follows it"
         raise ConfigError(
             f"there is no number of {', '.join(missing)}",
             code="option-missing",
-            where=missing[0],
+            where=_flag(missing[0]),
             hint=hint,
         )
     return Shape(**_completed(values))
@@ -324,7 +329,7 @@ def _unknown_name(name: str) -> ConfigError:
     meant = f"did you mean {near[0]}? " if near else ""
     hint = f"{meant}there are {', '.join(NAMED)}; or a family with numbers of your own: {', '.join(FAMILIES)}"
     return ConfigError(
-        f"no shape is called {name!r}", code="value-unknown", where="shape", hint=hint
+        f"no shape is called {name!r}", code="value-unknown", where="--shape", hint=hint
     )
 
 
@@ -339,8 +344,8 @@ def _completed(values: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             message,
             code="heads-not-divisible",
-            where="heads",
-            hint=f"take {near} or {near + heads} dims, or give head_dim, too",
+            where="--heads",
+            hint=f"take {near} or {near + heads} dims, or give --head-dim, too",
         )
     return {
         "kv_heads": heads,
