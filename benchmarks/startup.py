@@ -78,7 +78,7 @@ import sys
 sys.argv = ["allhands"]
 import allhands.cli.train
 from allhands.runtime.blas import preload_blas
-from allhands.runtime.without_torch import leave_torch_out
+from allhands.runtime.libraries import leave_torch_out
 preload_blas()
 leave_torch_out()
 import allhands.run.session

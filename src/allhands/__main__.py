@@ -12,7 +12,7 @@ from allhands.cli.main import main  # noqa: E402
 from allhands.runtime.blas import preload_blas  # noqa: E402
 from allhands.runtime.command import exit_at_term, interrupt_raises, keep_interrupts  # noqa: E402
 from allhands.runtime.jit_cache import prepare_process  # noqa: E402
-from allhands.runtime.without_torch import leave_torch_out  # noqa: E402
+from allhands.runtime.libraries import leave_torch_out  # noqa: E402
 
 # They write files, and have no handlers of their own as training has.
 _WRITING = ("data", "model", "cluster", "tokenizer", "fuse", "export", "import")

@@ -122,7 +122,7 @@ OWN = {
 OWN |= {".io", ".io.paths", ".io.terminal"}
 OWN |= {
     ".runtime",
-    *(f".runtime.{name}" for name in ("blas", "command", "jit_cache", "without_torch")),
+    *(f".runtime.{name}" for name in ("blas", "command", "jit_cache", "libraries")),
 }
 # What options are made from.
 OPTIONS = {

@@ -35,7 +35,7 @@ from allhands.observe.journal import EVENTS_FILE, Journal, SupervisorEvent
 from allhands.runtime import faults
 from allhands.runtime.blas import available_cores, limit_cores, preload_blas
 from allhands.runtime.jit_cache import publish
-from allhands.runtime.without_torch import leave_torch_out
+from allhands.runtime.libraries import leave_torch_out
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -4,7 +4,6 @@ network is reported at once.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import socket
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from allhands.errors import DataError
+from allhands.runtime.libraries import errors_only
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _PROBE_S = 4.0
@@ -70,17 +70,13 @@ def _library(path: str) -> Generator[Any]:
             where=path,
             hint=_NO_NETWORK,
         )
-    logger = logging.getLogger("huggingface_hub")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
     try:
-        yield datasets
+        with errors_only("huggingface_hub"):
+            yield datasets
     except (
         Exception
     ) as error:  # the library raises many kinds: of its own, of requests and httpx, built-in ones
         raise hub_error(path, error) from error
-    finally:
-        logger.setLevel(before)
 
 
 def _is_cached(name: str) -> bool:

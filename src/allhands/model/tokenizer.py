@@ -19,6 +19,7 @@ from allhands.errors import ModelError
 from allhands.io.names import MODELS_OF_A_RUN
 from allhands.io.paths import meant
 from allhands.model.sources import first_line, importing, is_path, resolve
+from allhands.runtime.libraries import errors_only
 
 Json = dict[str, Any]
 
@@ -278,7 +279,9 @@ def tokenizer_of(
             hint="copy tokenizer.json and tokenizer_config.json of the same model there",
         )
     try:
-        with importing(path):  # mlx_lm looks for settings of the tokenizer in the model's module
+        # mlx_lm looks for settings of the tokenizer in the model's module. transformers warns of
+        # models that mlx_lm alone knows.
+        with importing(path), errors_only("transformers"):
             loaded = mlx_lm.load_tokenizer(
                 path,
                 {

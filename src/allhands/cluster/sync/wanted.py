@@ -23,7 +23,7 @@ from allhands.io.formatting import counted
 from allhands.io.terminal import say
 from allhands.model.weight_files import LIST_FILE, names_by_file, needed, present
 from allhands.runtime.blas import cache_dir
-from allhands.runtime.without_torch import leave_torch_out
+from allhands.runtime.libraries import leave_torch_out
 
 
 def plan_of(

@@ -1,13 +1,20 @@
-"""Commands do not wait for PyTorch, which transformers imports where it is installed."""
+"""Commands neither wait for PyTorch, which transformers imports where it is installed, nor pass on
+warnings of models that transformers does not know.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tiny import write_model
+
+from allhands.model.tokenizer import load_tokenizer
 
 # What follows the import of transformers: PyTorch is there for everybody else.
 AFTER = """
@@ -42,7 +49,7 @@ def test_transformers_takes_it_for_not_installed_and_nobody_else_does(
     found = ran(
         with_torch,
         "-c",
-        f"import allhands.runtime.without_torch as it; it.leave_torch_out(){AFTER}",
+        f"import allhands.runtime.libraries as it; it.leave_torch_out(){AFTER}",
     )
     assert (found.stdout, found.stderr.strip()[-18:]) == (
         "False True __init__.py\n",
@@ -77,3 +84,22 @@ def test_commands_do_without_it(with_torch: dict[str, str], tmp_path: Path) -> N
     )
     trained = ran(with_torch, "-m", "allhands", *words.split())
     assert (trained.returncode, trained.stderr) == (0, ""), trained.stderr
+
+
+def test_a_model_that_only_mlx_lm_knows_is_loaded_without_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = write_model(tmp_path / "model")
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**config, "model_type": "mimo"}))
+    said = list[logging.LogRecord]()
+    handler, logger = logging.Handler(), logging.getLogger("transformers")
+    monkeypatch.setattr(handler, "emit", said.append)
+    logger.addHandler(handler)
+    try:
+        load_tokenizer(str(place))
+        assert not said
+        logging.getLogger("transformers.models").warning("the level is as before")
+        assert len(said) == 1
+    finally:
+        logger.removeHandler(handler)

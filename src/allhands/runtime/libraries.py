@@ -1,8 +1,11 @@
-"""Keep transformers from importing PyTorch, which takes seconds, if only tokenizers are needed."""
+"""Keep other libraries from importing what is not needed, and from warning of what is no fault."""
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 
 def leave_torch_out() -> None:
     """Import transformers in such a way that it believes that PyTorch is not installed; other
-    modules can still import PyTorch.
+    modules can still import PyTorch. Without PyTorch the import is seconds faster.
 
     Only commands may call this: a program that imports allhands may want transformers' models.
     Does nothing if there is no PyTorch, or if PyTorch or transformers is imported already.
@@ -25,3 +28,15 @@ def leave_torch_out() -> None:
         import_module("transformers.utils.import_utils").is_torch_available()
     finally:
         del sys.modules["torch"]
+
+
+@contextmanager
+def errors_only(library: str) -> Generator[None]:
+    """Let ``library`` log errors, and no warnings."""
+    logger = logging.getLogger(library)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
