@@ -1,4 +1,6 @@
-"""Processes that write one directory at the same instant: one wins whole, the others say so."""
+"""Processes that write one directory at the same instant: one wins whole, the other result is kept
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -109,8 +111,9 @@ def test_one_of_two_that_meet_wins_whole(verb: str, force: bool, step: str, tmp_
     assert sorted(codes) == [0, 2], said
     winner = codes.index(0)
     assert str(out) in said[1 - winner]
-    assert (out / TELLS[verb]).read_bytes() == wanted[winner]
-    assert [path.name for path in out.parent.iterdir()] == ["out"]
-    assert sorted(path.name for path in out.iterdir()) == sorted(
-        path.name for path in (tmp_path / str(winner)).iterdir()
-    )
+    assert sorted(path.name for path in out.parent.iterdir()) == ["out", "out-2"]
+    for place, which in ((out, winner), (out.with_name("out-2"), 1 - winner)):
+        assert (place / TELLS[verb]).read_bytes() == wanted[which]
+        assert sorted(path.name for path in place.iterdir()) == sorted(
+            path.name for path in (tmp_path / str(which)).iterdir()
+        )

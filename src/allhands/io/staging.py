@@ -100,8 +100,8 @@ def publish(staged: Path, target: Path, seen: Seen | None = None, *, private: bo
 
     Args:
         seen: what was at ``target`` when it was found to be free, or meant to be replaced. If
-            another process has written there since then, its directory stays. ``None``: replace
-            whatever is there.
+            another process has written there since then, its directory stays, and ``staged`` gets
+            a free name beside it. ``None``: replace whatever is there.
         private: True: set the modes to 0700 and 0600, whatever modes the files were made with.
 
     Raises:
@@ -115,25 +115,30 @@ def publish(staged: Path, target: Path, seen: Seen | None = None, *, private: bo
         sync(path)
     with publishing(target):
         if seen is not None and Seen.at(target) != seen:
-            raise _written_meanwhile(target)
+            raise _written_meanwhile(staged, target)
         try:
             replaced = _put(staged, target)
         except OSError as error:
             # Without locks another process can come between the look and the renaming.
             if seen is None or error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 raise
-            raise _written_meanwhile(target) from error
+            raise _written_meanwhile(staged, target) from error
     sync(target.parent)
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _written_meanwhile(target: Path) -> ConfigError:
+def _written_meanwhile(staged: Path, target: Path) -> ConfigError:
+    """Rename ``staged`` to a free name beside ``target``; return the error that tells it."""
+    number = 2
+    while (kept := target.with_name(f"{target.name}-{number}")).exists():
+        number += 1
+    staged.rename(kept)
     return ConfigError(
-        "another process has written it meanwhile",
+        f"another process has written it meanwhile; this result is kept as {kept.name}",
         code="output-exists",
         where=str(target),
-        hint="look at what is there now; start again with --force to replace it",
+        hint="look at both, and rename or remove one of them",
     )
 
 
