@@ -281,6 +281,22 @@ def test_a_restored_state_goes_on_to_the_same_bits(name: str) -> None:
         assert value.tobytes() == expected[key].tobytes(), key
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_modules_without_weights_after_the_last_one_change_nothing(name: str) -> None:
+    """As the blocks that a stage of a pipeline leaves to later stages."""
+    expected, optimizer = network(), OURS[name]()
+    in_graph(GraphUpdate(expected, optimizer, 1.0, compiled=True), range(4))
+    stage, first = network(), OURS[name]()
+    stage.layers.append(nn.Tanh())
+    in_graph(GraphUpdate(stage, first, 1.0, compiled=True), range(2))
+    restored = OURS[name]()
+    restored.state = unflatten(flatten(first.state))
+    in_graph(GraphUpdate(stage, restored, 1.0, compiled=True), range(2, 4))
+    found = arrays(stage, restored)
+    for key, value in arrays(expected, optimizer).items():
+        assert found[key].tobytes() == value.tobytes(), key
+
+
 @pytest.mark.parametrize("where", ["gradient", "loss"])
 @pytest.mark.parametrize("name", OURS)
 def test_nothing_changes_if_a_number_is_not_finite(name: str, where: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import mlx.core as mx
@@ -17,6 +17,18 @@ def flatten(tree: Any) -> list[tuple[str, mx.array]]:
 def unflatten(pairs: Iterable[tuple[str, Any]]) -> Any:
     """Return the tree that :func:`flatten` took apart; works for modules too."""
     return utils.tree_unflatten(list(pairs))
+
+
+def with_arrays(tree: Any, named: Mapping[str, mx.array]) -> Any:
+    """Return a tree like ``tree`` with the arrays that :func:`flatten` would name so.
+
+    Unlike the tree of :func:`unflatten`, it also has the parts of ``tree`` without arrays.
+    """
+
+    def array_of(name: str, _: mx.array) -> mx.array:
+        return named[name]
+
+    return utils.tree_map_with_path(array_of, tree)
 
 
 def part_of(tree: Any, name: str) -> Any:

@@ -18,7 +18,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map
 
 from allhands.distributed.shards import Shards
-from allhands.io.trees import flatten, part_of, unflatten
+from allhands.io.trees import flatten, part_of, with_arrays
 from allhands.kernels.fused import kernels
 from allhands.kernels.fused.flat_params import FlatParams
 from allhands.kernels.selection import PLAIN, selection_of
@@ -70,18 +70,15 @@ class GraphUpdate:
         self._optimizer = optimizer
         self._max_norm = max_norm
         initialise(optimizer, model)
-        leaves = None
-        apart = getattr(optimizer, "matrices_only", False)
-        if isinstance(optimizer, _ELEMENTWISE):
-            if laid is not None and not apart:
-                leaves = laid
-            elif FlatParams.fits(model):
-                leaves = FlatParams(model, apart=apart, travelling=travelling)
+        leaves = _buffers(model, optimizer, laid, travelling=travelling)
         # Ranks that keep parts of weights have no room for two copies of all of their weights and
         # optimizer state.
         self._one_by_one = leaves is not None and leaves is laid
         shards = place(leaves)
         self.flat = None if leaves is None else FlatState(leaves, optimizer, shards)
+        if self.flat is None:
+            # Lists of a restored state end with the last block that has a weight.
+            optimizer.init(model.trainable_parameters())
         # Our own kernels need no compiling. For the few scalars beside them MLX would compile many
         # kernels, which takes seconds. But in an update by parts the host waits for the device, and
         # has no time to launch hundreds of kernels.
@@ -166,9 +163,7 @@ class GraphUpdate:
                 mx.async_eval(joined.others())
             return norm
         weights = self._model.trainable_parameters()
-        gradients = (
-            unflatten(sums) if sums else weights
-        )  # a rank that trains nothing has a tree without arrays
+        gradients = with_arrays(weights, dict(sums))
         sums.clear()
         new, state, norm = self._function(
             gradients, weights, self._optimizer.state, loss, num_targets, squares
@@ -214,6 +209,19 @@ class GraphUpdate:
             finite = mx.isfinite(norm) & mx.isfinite(loss)
             new = optimizer.apply_gradients(mean, weights)
             return _chosen(finite, new, weights), _chosen(finite, optimizer.state, state), norm
+
+
+def _buffers(
+    model: nn.Module, optimizer: optim.Optimizer, laid: FlatParams | None, *, travelling: bool
+) -> FlatParams | None:
+    """Return flat buffers of the weights, ``laid`` if they fit; ``None`` if there can be none."""
+    apart = getattr(optimizer, "matrices_only", False)
+    if not isinstance(optimizer, _ELEMENTWISE):
+        return None
+    if laid is not None and not apart:
+        return laid
+    fits = FlatParams.fits(model)
+    return FlatParams(model, apart=apart, travelling=travelling) if fits else None
 
 
 def initialise(optimizer: optim.Optimizer, model: nn.Module) -> None:
