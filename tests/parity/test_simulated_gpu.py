@@ -60,11 +60,23 @@ MORE_TRAININGS = {
         *("--batch-size", "3", "--micro-batch-tokens", "64"),
     ),
 }
-EVERY_WAY, EVERY_TRAINING = WAYS | OF_FOUR | OF_EXPERTS, TRAININGS | MORE_TRAININGS
+# Optimizers that update arrays as a whole, in ways that leave arrays whole.
+OF_WHOLE_ARRAYS = {
+    "Muon": ("--fine-tune-type", "full", "--optimizer", "muon", "--learning-rate", "0.001"),
+    "Adafactor": ("--fine-tune-type", "full", "--optimizer", "adafactor"),
+}
 # Their models answer for one token alone, or by all ranks together.
 SAMPLED = ("one process", "arrays", "stages", "arrays x experts")
+EVERY_WAY = WAYS | OF_FOUR | OF_EXPERTS
+EVERY_TRAINING = TRAININGS | MORE_TRAININGS | OF_WHOLE_ARRAYS
 CASES = [
     *((training, way) for training in TRAININGS for way in (*WAYS, *OF_EXPERTS)),
+    *((training, "stages") for training in OF_WHOLE_ARRAYS),
+    *(
+        pytest.param(training, way, marks=pytest.mark.long)
+        for training in OF_WHOLE_ARRAYS
+        for way in ("one process", "data", "rows", "stages x rows")
+    ),
     *(
         pytest.param(training, way, marks=pytest.mark.long)
         for training, ways in [(t, OF_FOUR) for t in TRAININGS]
@@ -155,6 +167,28 @@ def test_samples_and_ruined_updates(place: Path, monkeypatch: pytest.MonkeyPatch
         assert told(found, event, *keys) == told(expected, event, *keys)
     assert {at for each in told(found, "skipped", "examples") for at in each} == {5, 12}
     assert len(told(found, "sampled", "text")) >= 2
+
+
+@pytest.mark.parametrize("ranks", [(), ("-n", "2", "--ep", "2")], ids=["one", "experts"])
+def test_routers_that_learn_balance_count_no_padding(
+    place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: tuple[str, ...]
+) -> None:
+    """The last row of an epoch is short, and a GPU would pad it to the length of the others."""
+    asked = ["--shape", "mixtral-tiny", "--layers", "2", "--experts", "4", "--block-size", "80"]
+    asked += ["--router-aux-loss", "0.5", "--dtype", "float32", "--iters", "4", "--batch-size", "8"]
+    asked += ["--val-batches", "0", "--steps-per-report", "1", "--gradient-check", "off"]
+    asked += ["--tokenizer", str(place / "model"), "--data", str(place / "data")]
+    for name, more in (("cpu", ()), ("gpu", ranks)):
+        if name == "gpu":
+            simulate(monkeypatch)
+        done = run_allhands("pretrain", *asked, "--adapter-path", tmp_path / name, *more)
+        assert done.returncode == 0, done.stderr
+    losses, norms = (
+        [told(tmp_path / name, "train", key) for name in ("gpu", "cpu")]
+        for key in ("loss", "grad_norm")
+    )
+    assert losses[0] == pytest.approx(losses[1], rel=2e-5)
+    assert norms[0] == pytest.approx(norms[1], rel=2e-5)
 
 
 def test_the_forms_are_those_for_gpus(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import allhands  # noqa: F401 - before MLX, for its BLAS
 
@@ -16,6 +17,8 @@ from mlx.utils import tree_flatten
 from allhands.model.balance import balance_experts, imbalance
 from allhands.model.pretraining import build_model
 from allhands.model.shapes import find_shape, model_config
+from allhands.run.datasets import Datasets
+from allhands.run.padding import padding_told
 
 NUMBERS = {"layers": 2, "dims": 32, "mlp_dims": 48, "heads": 4, "vocabulary": 64, "block_size": 32}
 
@@ -96,3 +99,17 @@ def test_evaluation_is_left_alone() -> None:
     balance_experts(ours, 0.3)
     ours.eval()
     assert mx.array_equal(plain(tokens), ours(tokens))
+
+
+@pytest.mark.parametrize(
+    ("coefficient", "lengths", "notes"), [(0.1, 2, 0), (0.1, 40, 1), (0.0, 40, 0)]
+)
+def test_many_lengths_of_rows_are_said_to_take_longer(
+    coefficient: float, lengths: int, notes: int
+) -> None:
+    model, data = (
+        mixtral(),
+        SimpleNamespace(train=SimpleNamespace(work=np.arange(80) % lengths + 8)),
+    )
+    balance_experts(model, coefficient)
+    assert len(padding_told(model, cast(Datasets, data))) == notes

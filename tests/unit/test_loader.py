@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allhands.data.loader import Loader, MicroBatch, collate, pad_targets
+from allhands.data.loader import Loader, MicroBatch, collate, cut_share, pad_targets
 from allhands.data.order import GlobalOrder
 from allhands.data.tokens import TokenSet
 from allhands.distributed.backend import SingleProcess
@@ -187,6 +187,18 @@ def test_all_ranks_together_learn_exactly_the_batch(
             rows, width = part.inputs.shape
             assert rows == 1 or rows * width <= max_tokens
             assert not ladder or width in ladder or width > max(ladder)
+
+
+@pytest.mark.parametrize("few_shapes", [False, True])
+def test_rows_that_must_be_alike_are_not_padded(few_shapes: bool) -> None:
+    lengths = np.random.default_rng(1).integers(3, 9, 40)
+    rows = TokenSet.of_examples([(np.full(n + 1, n), np.arange(n + 1) > 0) for n in lengths])
+    sizing = Sizing(24, overhead_tokens=1000, few_shapes=few_shapes, alike=True).fitted(rows.work)
+    parts = list(cut_share(rows, np.arange(40), sizing))
+    assert sorted(int(row) for part, _ in parts for row in part) == list(range(40))
+    assert all((rows.work[part] == length).all() for part, length in parts)
+    assert max(len(part) * length for part, length in parts) <= 24
+    assert len(parts) < 30
 
 
 def test_the_ladder_rounds_up_and_lets_longer_ones_be() -> None:

@@ -230,10 +230,12 @@ def collate_share(
 def cut_share(windows: Windows, share: Ints, sizing: Sizing) -> Iterator[tuple[Ints, int]]:
     """Cut a ``share`` into micro-batches; yield the windows of each, and their padded length."""
     work = windows.work
-    for part in micro_batches(
-        share, sizing.padded(work[share]), sizing.max_tokens, sizing.overhead_tokens
-    ):
-        yield part, int(sizing.padded(work[part]).max())
+    alike = [share[work[share] == length] for length in np.unique(work[share])]
+    for rows in alike if sizing.alike else [share]:
+        for part in micro_batches(
+            rows, sizing.padded(work[rows]), sizing.max_tokens, sizing.overhead_tokens
+        ):
+            yield part, int(sizing.padded(work[part]).max())
 
 
 def collate(windows: Windows, chosen: Ints, length: int, epoch: int = 0) -> MicroBatch:

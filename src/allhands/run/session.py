@@ -31,6 +31,7 @@ from allhands.io.formatting import counted, format_bytes
 from allhands.io.trees import number
 from allhands.kernels.known import depends_on_padding
 from allhands.model.adapters import adapter_config
+from allhands.model.balance import has_balance
 from allhands.model.beyond import limits_told, use_of
 from allhands.model.fresh import ModelFiles
 from allhands.model.tokenizer import positions_of
@@ -292,7 +293,10 @@ class _RankRun:
         """
         config, ready = self.config, self.ready
         tokens = micro_batch_tokens(config, windows.work, self.mesh)
-        sizing = ready.accelerator.sizing(tokens, compiled=compiled).fitted(windows.work)
+        sizing = ready.accelerator.sizing(tokens, compiled=compiled)
+        # Routers that learn to keep experts busy count all tokens of a row, its padding included.
+        alike = has_balance(ready.loaded.model)
+        sizing = replace(sizing, alike=alike).fitted(windows.work)
         if tokens is None and self.mesh.size > 1:
             sizing, notes = fitted_to_memory(
                 config, ready.loaded, device, sizing, windows, order, ready.sharding

@@ -27,6 +27,8 @@ class Sizing:
         num_rungs: number of lengths in the ladder that :meth:`fitted` makes.
         ladder: allowed padded lengths, ascending; a length above the last is not padded, and no
             length is if the ladder is empty.
+        alike: True if a micro-batch has rows of one length alone, because padding would change
+            results. Then there is no ladder.
     """
 
     max_tokens: int
@@ -34,12 +36,15 @@ class Sizing:
     few_shapes: bool = False
     num_rungs: int = NUM_RUNGS
     ladder: tuple[int, ...] = ()
+    alike: bool = False
 
     def fitted(self, work: NDArray[Any]) -> Sizing:
         """Return these limits with the best ladder for windows of the lengths ``work``; unchanged
-        without :attr:`few_shapes`.
+        without :attr:`few_shapes`, or with :attr:`alike`.
         """
-        return replace(self, ladder=best_ladder(work, self.num_rungs)) if self.few_shapes else self
+        if self.alike or not self.few_shapes:
+            return self
+        return replace(self, ladder=best_ladder(work, self.num_rungs))
 
     def padded(self, lengths: NDArray[Any]) -> NDArray[np.int64]:
         """Return the padded length for each of ``lengths``."""
