@@ -229,9 +229,10 @@ def collate_share(
 
 def cut_share(windows: Windows, share: Ints, sizing: Sizing) -> Iterator[tuple[Ints, int]]:
     """Cut a ``share`` into micro-batches; yield the windows of each, and their padded length."""
-    work = windows.work
-    alike = [share[work[share] == length] for length in np.unique(work[share])]
-    for rows in alike if sizing.alike else [share]:
+    work, groups = windows.work, [share]
+    if sizing.alike:
+        groups = [share[work[share] == length] for length in np.unique(work[share])]
+    for rows in groups:
         for part in micro_batches(
             rows, sizing.padded(work[rows]), sizing.max_tokens, sizing.overhead_tokens
         ):

@@ -14,7 +14,7 @@ from allhands.io.trees import number
 from allhands.observe.metrics import Sampled
 from allhands.parallel.expert import AlikeModel
 from allhands.parallel.experts import Experts
-from allhands.parallel.fsdp import FetchedModel
+from allhands.parallel.fsdp import FetchedModel, following
 from allhands.parallel.pipeline import PipedModel
 from allhands.parallel.piping import Piping
 from allhands.parallel.sharding import Sharding
@@ -106,10 +106,10 @@ class Sampler:
     def _logits(self, tokens: list[int]) -> mx.array:
         """Return the (V,) float32 logits of what follows ``tokens``."""
         padding = min(-len(tokens) % self.multiple, self.most - len(tokens))
-        row, model = mx.array([tokens + [0] * padding]), cast("Any", self.model)
-        if isinstance(model, PipedModel | FetchedModel):
-            return model(row, length=len(tokens))[0, 0]
-        return model(row)[0, len(tokens) - 1].astype(mx.float32)
+        row, length = mx.array([tokens + [0] * padding]), len(tokens)
+        if isinstance(self.model, PipedModel | FetchedModel):
+            return self.model(row, length=length)[0, 0]
+        return following(cast("Any", self.model)(row), length)[0, 0]
 
     def _start(self, prompt: str) -> list[int]:
         """Return the prompt's tokens: at least one, without an end-of-text token that the tokenizer

@@ -295,8 +295,7 @@ class _RankRun:
         tokens = micro_batch_tokens(config, windows.work, self.mesh)
         sizing = ready.accelerator.sizing(tokens, compiled=compiled)
         # Routers that learn to keep experts busy count all tokens of a row, its padding included.
-        alike = has_balance(ready.loaded.model)
-        sizing = replace(sizing, alike=alike).fitted(windows.work)
+        sizing = replace(sizing, alike=has_balance(ready.loaded.model)).fitted(windows.work)
         if tokens is None and self.mesh.size > 1:
             sizing, notes = fitted_to_memory(
                 config, ready.loaded, device, sizing, windows, order, ready.sharding
