@@ -14,7 +14,14 @@ from pathlib import Path
 
 import pytest
 from tiny import run_allhands, write_model
-from trained import assert_same, told, train, write_models, write_poisoned
+from trained import (
+    assert_ruined_alike,
+    assert_same,
+    told,
+    train,
+    train_ruined,
+    write_models,
+)
 
 import allhands
 
@@ -130,20 +137,9 @@ def test_norms_of_queries_and_keys(place: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 @cache
-def ruined_in_one(place: Path, model: str) -> Path:
-    """The run of one process in the forms for a CPU, on examples that ruin updates, with samples."""
-    return ruined(place, "in one", model)
-
-
-def ruined(place: Path, name: str, model: str, *more: str) -> Path:
-    folder = place / f"ruined {model}"
-    if not folder.exists():
-        folder.mkdir()
-        write_poisoned(folder, experts=4 if model == "experts" else 0)
-    how = ("--data", str(folder / "with-z"), "--non-finite", "skip")
-    how += ("--sample-prompts", '["hello", "you"]', "--sample-tokens", "12")
-    train(folder, name, *how, *more, model="poisoned")
-    return folder / name
+def ruined_in_one(place: Path, experts: int) -> Path:
+    """The run of one process in the forms for a CPU."""
+    return train_ruined(place, "in one", experts=experts)
 
 
 @pytest.mark.parametrize(
@@ -159,14 +155,10 @@ def ruined(place: Path, name: str, model: str, *more: str) -> Path:
 )
 def test_samples_and_ruined_updates(place: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """A GPU pads the rows of samples, so a divided model must answer before the end of a row."""
-    model = "experts" if way in OF_EXPERTS else "model"
-    expected = ruined_in_one(place, model)
+    experts = 4 if way in OF_EXPERTS else 0
+    expected = ruined_in_one(place, experts)
     simulate(monkeypatch)
-    found = ruined(place, way, model, *EVERY_WAY[way])
-    for event, *keys in (("skipped", "step", "examples"), ("sampled", "step", "text")):
-        assert told(found, event, *keys) == told(expected, event, *keys)
-    assert {at for each in told(found, "skipped", "examples") for at in each} == {5, 12}
-    assert len(told(found, "sampled", "text")) >= 2
+    assert_ruined_alike(expected, train_ruined(place, way, *EVERY_WAY[way], experts=experts))
 
 
 @pytest.mark.parametrize("ranks", [(), ("-n", "2", "--ep", "2")], ids=["one", "experts"])

@@ -17,6 +17,10 @@ OPTIONS = (
 )
 
 
+# Events of a run, with the keys that tell which examples were left out, and what was written.
+SKIPPED, SAMPLED = ("skipped", "step", "examples"), ("sampled", "step", "text")
+
+
 def write_models(folder: Path) -> Path:
     """Models and chats for :func:`train`: with a shared table, without, and in 4 bits."""
     write_model(folder / "model", layers=4, hidden=64)
@@ -88,24 +92,33 @@ def write_poisoned(place: Path, experts: int = 0) -> None:
     file.write_text("\n".join(lines) + "\n")
 
 
-def assert_same_ruined(place: Path, divided: tuple[str, ...], experts: int = 0) -> None:
-    """Train on examples that ruin updates, with samples, as one process and as ``divided`` ranks,
-    and compare which ones were named and what was written.
-    """
-    folder = place / "ruined"
-    folder.mkdir()
-    write_poisoned(folder, experts)
+def train_ruined(place: Path, name: str, *ranks: str, experts: int = 0) -> Path:
+    """Train on examples that ruin updates, with samples; the run."""
+    folder = place / f"ruined {experts}"
+    if not folder.exists():
+        folder.mkdir()
+        write_poisoned(folder, experts)
     more = ("--data", str(folder / "with-z"), "--non-finite", "skip")
-    more += ("--sample-prompts", '["hello"]', "--sample-tokens", "12")
-    seen: list[Any] = []
-    for name, ranks in (("one", ()), ("divided", divided)):
-        train(folder, name, *more, *ranks, model="poisoned")
-        run = folder / name
-        seen.append((told(run, "skipped", "step", "examples"), told(run, "sampled", "text")))
-    assert seen[0] == seen[1]
-    skipped, texts = seen[0]
+    more += ("--sample-prompts", '["hello", "you"]', "--sample-tokens", "12")
+    train(folder, name, *more, *ranks, model="poisoned")
+    return folder / name
+
+
+def assert_ruined_alike(one: Path, other: Path) -> None:
+    """The same examples of two runs of :func:`train_ruined` were named, and the same was written."""
+    skipped, texts = told(one, *SKIPPED), told(one, *SAMPLED)
+    assert (told(other, *SKIPPED), told(other, *SAMPLED)) == (skipped, texts)
     assert {each for examples in skipped[1::2] for each in examples} == {5, 12}
-    assert len(texts) >= 1
+    assert len(texts) >= 4
+
+
+def assert_same_ruined(place: Path, divided: tuple[str, ...], experts: int = 0) -> None:
+    """Train on examples that ruin updates, as one process and as ``divided`` ranks, and compare."""
+    one, other = (
+        train_ruined(place, name, *ranks, experts=experts)
+        for name, ranks in (("one", ()), ("divided", divided))
+    )
+    assert_ruined_alike(one, other)
 
 
 def assert_same_samples(place: Path, divided: tuple[str, ...]) -> None:
