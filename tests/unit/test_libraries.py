@@ -15,6 +15,7 @@ import pytest
 from tiny import write_model
 
 from allhands.model.tokenizer import load_tokenizer
+from allhands.runtime.libraries import errors_only
 
 # What follows the import of transformers: PyTorch is there for everybody else.
 AFTER = """
@@ -103,3 +104,22 @@ def test_a_model_that_only_mlx_lm_knows_is_loaded_without_a_warning(
         assert len(said) == 1
     finally:
         logger.removeHandler(handler)
+
+
+def test_a_library_logs_as_before_after_the_last_of_several_threads() -> None:
+    logger = logging.getLogger("a library of two threads")
+    logger.setLevel(logging.WARNING)
+    first, second = errors_only(logger.name), errors_only(logger.name)
+    with first:
+        second.__enter__()
+    assert logger.level == logging.ERROR
+    second.__exit__(None, None, None)
+    assert logger.level == logging.WARNING
+
+
+def test_a_library_that_logs_less_than_errors_is_left_so() -> None:
+    logger = logging.getLogger("a library that is silent")
+    logger.setLevel(logging.CRITICAL)
+    with errors_only(logger.name):
+        assert logger.level == logging.CRITICAL
+    assert logger.level == logging.CRITICAL

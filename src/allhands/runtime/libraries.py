@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+
+# How many threads want errors only of a library, and the level that its logger had before.
+_QUIET = dict[str, tuple[int, int]]()
+_LOCK = threading.Lock()
 
 
 def leave_torch_out() -> None:
@@ -32,11 +37,18 @@ def leave_torch_out() -> None:
 
 @contextmanager
 def errors_only(library: str) -> Generator[None]:
-    """Let ``library`` log errors, and no warnings."""
+    """Let ``library`` log errors, and no warnings, until the last thread that asked for it is done."""
     logger = logging.getLogger(library)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+    with _LOCK:
+        asked, before = _QUIET.get(library, (0, logger.level))
+        _QUIET[library] = asked + 1, before
+        logger.setLevel(max(logging.ERROR, before))
     try:
         yield
     finally:
-        logger.setLevel(before)
+        with _LOCK:
+            asked, before = _QUIET.pop(library)
+            if asked > 1:
+                _QUIET[library] = asked - 1, before
+            else:
+                logger.setLevel(before)
